@@ -36,6 +36,16 @@ def tiny_model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("tiny_model"))
 
 
+@pytest.fixture(scope="session")
+def chatml(tmp_path_factory):
+    """Return the folder of a tiny tokenizer with the ChatML template."""
+    from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("chatml")
+    tiny_tokenizer(CHATML).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def synthesize(tmp_path, tiny_model):
     """Return `synthesized` for a test's folder and the tiny model."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_tokenize_run import tokenize_files, write_jsonl
+from tests.document_texts import write_lines
+from tests.test_tokenize_run import tokenize_files
 from tests.test_tokenize_templates import CHATML, ENDS_DOCUMENT, OTHER_LAST_END, chat, tiny_tokenizer
 from verl_ext.commands.report import Report
 from verl_ext.options import UsageError
@@ -178,7 +179,7 @@ def tokenized(tmp_path: Path, template: str, records: list[Any], *options: str, 
     tiny_tokenizer(template, eos_token="</s>", special_tokens=TOKENS).save_pretrained(tmp_path / "model")
     if generation:
         (tmp_path / "model/generation_config.json").write_text(json.dumps(generation))
-    source = write_jsonl(tmp_path / "in.jsonl", records)
+    source = write_lines(tmp_path / "in.jsonl", records)
     return tokenize_files({"chat": source}, tmp_path / "out", tmp_path / "model", *options)
 
 

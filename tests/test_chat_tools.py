@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_tokenize_run import tokenize_files, write_jsonl
+from tests.document_texts import write_lines
+from tests.test_tokenize_run import tokenize_files
 from tests.test_tokenize_templates import CHATML, STRIPS_THINKING, chat, tiny_tokenizer
 from verl_ext.commands.report import Report
 from verl_ext.options import DataError
@@ -297,7 +298,7 @@ def test_words_before_reasoning_that_a_template_takes_out_with_it_are_told() -> 
 
 def tokenized(tmp_path: Path, template: str, records: list[Any], *options: str) -> Report:
     tiny_tokenizer(template, special_tokens=TOKENS).save_pretrained(tmp_path / "model")
-    source = write_jsonl(tmp_path / "in.jsonl", records)
+    source = write_lines(tmp_path / "in.jsonl", records)
     return tokenize_files({"agent": source}, tmp_path / "out", tmp_path / "model", *options)
 
 

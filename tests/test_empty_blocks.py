@@ -20,23 +20,16 @@ MARKED = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer(CHATML).save_pretrained(path)
-    return path
-
-
 def chat(*said: str) -> dict[str, Any]:
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]}
 
 
 @pytest.mark.parametrize("template", [PREFILLED_THINKING, QWEN3, MARKED])
-def test_a_drawn_chat_has_the_text_that_minimind_makes_of_it(folder: Path, template: str) -> None:
+def test_a_drawn_chat_has_the_text_that_minimind_makes_of_it(chatml: Path, template: str) -> None:
     # post_processing_chat of dataset/lm_dataset.py removes the block anywhere in the rendered text.
     record = chat("sit", "the cat", "on", "the mat")
-    found = Tokenized(folder, template, record, drop_empty_reasoning=1.0)
+    found = Tokenized(chatml, template, record, drop_empty_reasoning=1.0)
     rendered = found.tokenizer.apply_chat_template(record["messages"], chat_template=template, tokenize=False)
     assert BLOCK in rendered
     assert found.text == rendered.replace(BLOCK, "")
@@ -44,33 +37,33 @@ def test_a_drawn_chat_has_the_text_that_minimind_makes_of_it(folder: Path, templ
     assert found.counts.dropped_blocks == 1
 
 
-def test_reasoning_with_words_stays_and_calls_lose_their_block(folder: Path) -> None:
+def test_reasoning_with_words_stays_and_calls_lose_their_block(chatml: Path) -> None:
     said = turn("the cat", reasoning_content="sat")
-    assert Tokenized(folder, QWEN3, said, drop_empty_reasoning=1.0).text == Tokenized(folder, QWEN3, said).text
-    calling = Tokenized(folder, QWEN3, turn("", tool_calls=[call(on="mat")]), drop_empty_reasoning=1.0)
+    assert Tokenized(chatml, QWEN3, said, drop_empty_reasoning=1.0).text == Tokenized(chatml, QWEN3, said).text
+    calling = Tokenized(chatml, QWEN3, turn("", tool_calls=[call(on="mat")]), drop_empty_reasoning=1.0)
     assert BLOCK not in calling.text
     assert calling.learnt == [CALLS + END]
 
 
-def test_blocks_that_a_record_writes_go_too(folder: Path) -> None:
-    found = Tokenized(folder, CHATML, chat("sit", BLOCK + "the cat"), drop_empty_reasoning=1.0)
-    assert found.text == Tokenized(folder, CHATML, chat("sit", "the cat")).text
-    one_line = Tokenized(folder, GLM, turn("the cat"), drop_empty_reasoning=1.0)
+def test_blocks_that_a_record_writes_go_too(chatml: Path) -> None:
+    found = Tokenized(chatml, CHATML, chat("sit", BLOCK + "the cat"), drop_empty_reasoning=1.0)
+    assert found.text == Tokenized(chatml, CHATML, chat("sit", "the cat")).text
+    one_line = Tokenized(chatml, GLM, turn("the cat"), drop_empty_reasoning=1.0)
     assert "think" not in one_line.text
     assert one_line.learnt == ["the cat<|end|>"]
 
 
-def test_a_chat_in_which_the_user_writes_such_a_block_keeps_all(folder: Path) -> None:
+def test_a_chat_in_which_the_user_writes_such_a_block_keeps_all(chatml: Path) -> None:
     record = chat(BLOCK + "sit", "the cat")
-    found = Tokenized(folder, QWEN3, record, drop_empty_reasoning=1.0)
-    assert found.text == Tokenized(folder, QWEN3, record).text
+    found = Tokenized(chatml, QWEN3, record, drop_empty_reasoning=1.0)
+    assert found.text == Tokenized(chatml, QWEN3, record).text
     assert found.counts.dropped_blocks == 0
 
 
-def test_weighted_characters_beside_a_block_are_refused(folder: Path) -> None:
+def test_weighted_characters_beside_a_block_are_refused(chatml: Path) -> None:
     detail = [{"begin_offset": 0, "end_offset": 30, "train": True}]
     with pytest.raises(DataError, match="message 2 must have no weights of characters"):
-        Tokenized(folder, CHATML, turn(BLOCK + "the cat", train_detail=detail), drop_empty_reasoning=1.0)
+        Tokenized(chatml, CHATML, turn(BLOCK + "the cat", train_detail=detail), drop_empty_reasoning=1.0)
 
 
 def test_a_share_of_chats_is_drawn_by_their_text_alone(tmp_path: Path) -> None:

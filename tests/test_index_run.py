@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
+from tests.document_texts import write_lines
 from tests.megatron_peer import indexed_dataset
 from tests.test_tokenize_templates import tiny_tokenizer
 from verl_ext.commands.command_line import read_options
@@ -38,11 +39,6 @@ def index(sources: dict[str, Any], output: Path, model: Path, *overrides: str) -
     return index_texts(read_options(IndexOptions, [*base, *overrides]))
 
 
-def write_jsonl(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def write_texts(folder: Path, texts: list[str]) -> Path:
     folder.mkdir()
     for number, text in enumerate(texts):
@@ -65,7 +61,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_each_source_has_an_index_and_the_report_accounts_for_it(tmp_path: Path, model: Path) -> None:
-    records = write_jsonl(tmp_path / "in.jsonl", [{"text": "sat"}, {"text": ""}])
+    records = write_lines(tmp_path / "in.jsonl", [{"text": "sat"}, {"text": ""}])
     sources = {"books": write_texts(tmp_path / "books", TEXTS), "web": records}
     table = index(sources, tmp_path / "out", model, "on_bad_record=skip").splitlines()
     assert names(tmp_path / "out") == ["books.bin", "books.idx", "report.json", "web.bin", "web.idx"]
@@ -95,13 +91,13 @@ def test_each_source_has_an_index_and_the_report_accounts_for_it(tmp_path: Path,
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "jsonl.gz", "json", "parquet", "arrow", "glob"])
 def test_every_format_gives_the_same_bytes(tmp_path: Path, model: Path, kind: str) -> None:
     records = [{"body": text} for text in TEXTS]
-    index({"a": write_jsonl(tmp_path / "plain.jsonl", records)}, tmp_path / "expected", model, "text_key=body")
+    index({"a": write_lines(tmp_path / "plain.jsonl", records)}, tmp_path / "expected", model, "text_key=body")
     source = tmp_path / f"in.{kind}"
     if kind in ("txt", "glob"):
         write_texts(source, TEXTS)
         source = source / "*.txt" if kind == "glob" else source
     elif kind == "jsonl":
-        write_jsonl(source, records)
+        write_lines(source, records)
     elif kind == "jsonl.gz":
         source.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
     elif kind == "json":
@@ -119,7 +115,7 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, model: Path, kind: st
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl_ext.text.tokenizing.CHUNK", ChunkSize(records=3))
-    sources = {"a": write_texts(tmp_path / "a", TEXTS), "b": write_jsonl(tmp_path / "b.jsonl", [{"text": "cat"}, 3])}
+    sources = {"a": write_texts(tmp_path / "a", TEXTS), "b": write_lines(tmp_path / "b.jsonl", [{"text": "cat"}, 3])}
     overrides = ["on_bad_record=skip", "max_corpus_tokens=150"]
     for workers in (1, 2):
         index(sources, tmp_path / "out", model, f"num_workers={workers}", *overrides)
@@ -148,8 +144,8 @@ def test_a_source_is_cut_after_max_corpus_tokens_and_what_follows_is_not_read(tm
 
 def test_a_source_without_a_document_is_an_error_and_nothing_is_left(tmp_path: Path, model: Path) -> None:
     good = write_texts(tmp_path / "good", TEXTS[:2])
-    none = write_jsonl(tmp_path / "none.jsonl", [])
-    unusable = write_jsonl(tmp_path / "bad.jsonl", [{"text": ""}, {"text": 1}])
+    none = write_lines(tmp_path / "none.jsonl", [])
+    unusable = write_lines(tmp_path / "bad.jsonl", [{"text": ""}, {"text": 1}])
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
     before = names(tmp_path)
     found_in = {none: "no record", "none.parquet": "no record", unusable: "empty: 1; non_string_text: 1"}

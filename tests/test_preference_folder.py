@@ -31,13 +31,6 @@ from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.readers import ChunkSize
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("model"))
-    tiny_tokenizer(CHATML).save_pretrained(folder)
-    return folder
-
-
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -71,10 +64,10 @@ def facts(rows: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
 
 @pytest.mark.parametrize("shard_bytes", [1, 10**6])
 def test_answers_are_documents_that_say_their_unit_side_and_weight(
-    tmp_path: Path, model: str, shard_bytes: int
+    tmp_path: Path, chatml: Path, shard_bytes: int
 ) -> None:
     sources = {"chats": [CHAT, {"text": "the cat"}], "pairs": [PAIR, CHAT, RANKED, LABEL]}
-    folder, report = made(tmp_path, model, sources, shard_bytes=shard_bytes)
+    folder, report = made(tmp_path, chatml, sources, shard_bytes=shard_bytes)
     rows = load_from_disk(folder).to_list()
     alone = [(1, 0, 1)] * 2
     assert facts(rows) == [*alone, (2, 1, 2), (0, -1, 2), alone[0], (3, 1, 1), (0, -1, 1), (0, -1, 1), (1, -1, 1)]
@@ -96,23 +89,23 @@ def test_answers_are_documents_that_say_their_unit_side_and_weight(
     assert "2 units of 3 pairs; the chosen answer has more targets in 33%; 1 answers with a label" in report.table()
     # The same record as a chat has the same tokens and targets.
     (chosen,) = load_from_disk(
-        made(tmp_path, model, {"one": [{"messages": [user("the cat"), said("sat on the mat")]}]})[0]
+        made(tmp_path, chatml, {"one": [{"messages": [user("the cat"), said("sat on the mat")]}]})[0]
     )
     assert (chosen["input_ids"], chosen["loss_mask"]) == (rows[2]["input_ids"], rows[2]["loss_mask"])
     assert "unit" not in chosen
 
 
-def test_weights_of_messages_are_those_of_tokens_and_a_records_that_of_its_pairs(tmp_path: Path, model: str) -> None:
+def test_weights_of_messages_are_those_of_tokens_and_a_records_that_of_its_pairs(tmp_path: Path, chatml: Path) -> None:
     record = {"prompt": "the cat", "chosen": {**said("sat"), "weight": 0.5}, "rejected": "ran", "loss_weight": 3}
-    rows = load_from_disk(made(tmp_path, model, {"a": [CHAT, record]})[0]).to_list()
+    rows = load_from_disk(made(tmp_path, chatml, {"a": [CHAT, record]})[0]).to_list()
     assert [row["pair_weight"] for row in rows] == [1, 3, 3]
     found = [{w for w, bit in zip(row["loss_weight"], row["loss_mask"], strict=True) if bit} for row in rows]
     assert found == [{1}, {0.5}, {1}]
 
 
-def test_a_pair_is_bad_as_a_whole_and_small_gaps_are_left_out_and_counted(tmp_path: Path, model: str) -> None:
+def test_a_pair_is_bad_as_a_whole_and_small_gaps_are_left_out_and_counted(tmp_path: Path, chatml: Path) -> None:
     scored = [{**PAIR, "score_chosen": gap, "score_rejected": 0} for gap in (0.5, 2)]
-    folder, report = made(tmp_path, model, {"a": scored}, "min_score_gap=1")
+    folder, report = made(tmp_path, chatml, {"a": scored}, "min_score_gap=1")
     assert report.total.bad == {"small_gap": 1}
     assert len(load_from_disk(folder)) == 2
     for bad, reason in (
@@ -121,26 +114,26 @@ def test_a_pair_is_bad_as_a_whole_and_small_gaps_are_left_out_and_counted(tmp_pa
         ({**PAIR, "rejected": [said("a"), user("b"), said("c")]}, "several_turns"),
         ({**PAIR, "chosen": "\ud800"}, "invalid_text"),
     ):
-        _, report = made(tmp_path, model, {"a": [bad, PAIR]}, "on_bad_record=skip", "turns=each")
+        _, report = made(tmp_path, chatml, {"a": [bad, PAIR]}, "on_bad_record=skip", "turns=each")
         assert report.total.bad == {reason: 1}, bad
         assert (report.total.documents, report.total.preferences["units"]) == (2, 1)
         assert report.total.end_of_turn == {"<|im_end|>": 2}  # of the usable pair alone
         with pytest.raises(DataError, match=rf"a\.jsonl:1: .*\({reason}; on_bad_record=skip"):
-            made(tmp_path, model, {"a": [bad, PAIR]}, "turns=each")
+            made(tmp_path, chatml, {"a": [bad, PAIR]}, "turns=each")
 
 
 def test_answers_that_have_the_same_tokens_only_when_they_are_rendered_are_no_preference(
-    tmp_path: Path, model: str
+    tmp_path: Path, chatml: Path
 ) -> None:
     record = {"prompt": "q", "chosen": "<think>a</think>x", "rejected": ["y", "<think>b</think>x"]}
     with pytest.raises(DataError, match=r"a\.jsonl:1: .* have the same tokens \(same_answers; "):
-        made(tmp_path, model, {"a": [record]}, "reasoning=drop")
-    assert made(tmp_path, model, {"a": [record]})[1].total.documents == 3
+        made(tmp_path, chatml, {"a": [record]}, "reasoning=drop")
+    assert made(tmp_path, chatml, {"a": [record]})[1].total.documents == 3
 
 
-def test_unequal_reasoning_and_ends_of_pairs_are_counted(tmp_path: Path, model: str) -> None:
+def test_unequal_reasoning_and_ends_of_pairs_are_counted(tmp_path: Path, chatml: Path) -> None:
     thought = {**PAIR, "rejected": "<think>\n\n</think>\n\nran"}
-    _, report = made(tmp_path, model, {"a": [PAIR, thought, {**PAIR, "chosen": "<think>\n\n</think>\n\nsat"}]})
+    _, report = made(tmp_path, chatml, {"a": [PAIR, thought, {**PAIR, "chosen": "<think>\n\n</think>\n\nsat"}]})
     assert report.total.preferences["unequal_parts"] == 2
     assert "2 pairs of which only one answer has reasoning" in report.table()
     assert report.total.preferences["unequal_ends"] == 0
@@ -161,18 +154,18 @@ def test_pairs_of_which_one_answer_has_an_end_of_turn_are_counted_and_not_those_
         assert (found["unequal_ends"]["count"], found["unequal_ends"]["of"]) == (count, 1)
 
 
-def test_empty_thinking_blocks_are_dropped_in_both_answers_or_in_none(tmp_path: Path, model: str) -> None:
+def test_empty_thinking_blocks_are_dropped_in_both_answers_or_in_none(tmp_path: Path, chatml: Path) -> None:
     block = "<think>\n\n</think>\n\n"
     records = [{"prompt": f"q {n}", "chosen": f"{block}a {n}", "rejected": f"{block}b"} for n in range(40)]
-    rows = load_from_disk(made(tmp_path, model, {"a": records}, "drop_empty_reasoning=0.5")[0]).to_list()
+    rows = load_from_disk(made(tmp_path, chatml, {"a": records}, "drop_empty_reasoning=0.5")[0]).to_list()
     tokenizer = tiny_tokenizer(CHATML)
     has_block = ["<think>" in tokenizer.decode(row["input_ids"]) for row in rows]
     assert has_block[::2] == has_block[1::2]
     assert 0 < sum(has_block) < 80
 
 
-def test_a_prompt_of_an_evaluation_ends_before_the_preferred_answer(model: str) -> None:
-    encoder = ChatEncoder(ChatOptions.read({"model": {"path": model}}), ["a"])
+def test_a_prompt_of_an_evaluation_ends_before_the_preferred_answer(chatml: Path) -> None:
+    encoder = ChatEncoder(ChatOptions.read({"model": {"path": str(chatml)}}), ["a"])
     chat, last, ids = encoder.prompt(PAIR)
     assert chat is not None
     assert chat.messages[last]["content"] == PAIR["chosen"]
@@ -182,16 +175,16 @@ def test_a_prompt_of_an_evaluation_ends_before_the_preferred_answer(model: str) 
     assert desirable.messages[-1]["content"] == LABEL["completion"]
 
 
-def test_an_undesirable_answer_is_never_the_expected_one_of_an_evaluation(tmp_path: Path, model: str) -> None:
+def test_an_undesirable_answer_is_never_the_expected_one_of_an_evaluation(tmp_path: Path, chatml: Path) -> None:
     (tmp_path / "labels.jsonl").write_text(json.dumps(LABEL) + "\n")
     options = AnswerOptions.read({"prompts": [str(tmp_path / "labels.jsonl")]})
     with pytest.raises(DataError, match=r"^eval\.prompts must hold .*labels\.jsonl:1: the answer is undesirable"):
-        Prompts.read(options, AutoTokenizer.from_pretrained(model))
+        Prompts.read(options, AutoTokenizer.from_pretrained(chatml))
 
 
-def test_a_folder_of_preferences_is_not_tokenized_again_as_documents(tmp_path: Path, model: str) -> None:
-    folder, _ = made(tmp_path, model, {"a": [CHAT, PAIR, RANKED, LABEL]})
-    again = [f"sources={{p:{folder}}}", f"output_dir={tmp_path}/again", f"model.path={model}"]
+def test_a_folder_of_preferences_is_not_tokenized_again_as_documents(tmp_path: Path, chatml: Path) -> None:
+    folder, _ = made(tmp_path, chatml, {"a": [CHAT, PAIR, RANKED, LABEL]})
+    again = [f"sources={{p:{folder}}}", f"output_dir={tmp_path}/again", f"model.path={chatml}"]
     with pytest.raises(DataError, match=r"answer must be 0: .*; got 1 \(preference; on_bad_record=skip"):
         tokenize(read_options(TokenizeOptions, again))
     report = tokenize(read_options(TokenizeOptions, [*again, "on_bad_record=skip"]))
@@ -199,19 +192,19 @@ def test_a_folder_of_preferences_is_not_tokenized_again_as_documents(tmp_path: P
     assert report.total.documents == 1
 
 
-def test_megatrons_format_refuses_preferences_in_one_line(tmp_path: Path, model: str) -> None:
+def test_megatrons_format_refuses_preferences_in_one_line(tmp_path: Path, chatml: Path) -> None:
     with pytest.raises(DataError, match=r"^sources\.a must hold no preferences with format=megatron"):
-        made(tmp_path, model, {"a": [PAIR]}, "format=megatron")
+        made(tmp_path, chatml, {"a": [PAIR]}, "format=megatron")
 
 
-def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(tmp_path: Path, model: str) -> None:
-    folder, _ = made(tmp_path, model, {"chats": [CHAT], "pairs": [PAIR, RANKED, LABEL, {**LABEL, "kto_tag": 1}]})
+def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(tmp_path: Path, chatml: Path) -> None:
+    folder, _ = made(tmp_path, chatml, {"chats": [CHAT], "pairs": [PAIR, RANKED, LABEL, {**LABEL, "kto_tag": 1}]})
     with pytest.raises(
         ValueError, match=r"^data\.train_dir must hold documents to learn; got preferences in .*: data=chosen"
     ):
         SFTDataSet(folder, 100)
     with pytest.raises(ValueError, match=r"^eval\.prompts must hold documents .*, whose rejected .* not to be learnt$"):
-        Prompts.read(AnswerOptions.read({"prompts": [folder]}), AutoTokenizer.from_pretrained(model))
+        Prompts.read(AnswerOptions.read({"prompts": [folder]}), AutoTokenizer.from_pretrained(chatml))
     dataset = ChosenDataSet(folder, 400)
     rows = load_from_disk(folder).to_list()
     kept = [row for row in rows if row["answer"] >= 0]
@@ -225,7 +218,7 @@ def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(t
     assert left_out.share == left_out.tokens_removed / sum(row["length"] for row in rows)
     assert left_out.targets_removed == sum(row["num_targets"] for row in rejected)
     (tmp_path / "plain").mkdir()
-    plain, _ = made(tmp_path / "plain", model, {"chats": [CHAT]})
+    plain, _ = made(tmp_path / "plain", chatml, {"chats": [CHAT]})
     with pytest.raises(ValueError, match=r"must hold the answers of preferences, .*; got documents alone"):
         ChosenDataSet(plain, 100)
     assert len(ChosenDataSet([plain, folder], 400).folders) == 2
@@ -235,7 +228,7 @@ def test_plain_training_refuses_preferences_and_chosen_trains_on_the_preferred(t
 
 @pytest.mark.parametrize("options", [{}, {"pad_mode": "right"}, {"share_prefixes": True}])
 def test_a_pairs_weight_weights_the_tokens_of_its_chosen_answer_as_a_records_weight_those_of_a_chat(
-    tmp_path: Path, model: str, options: dict[str, Any]
+    tmp_path: Path, chatml: Path, options: dict[str, Any]
 ) -> None:
     half = {**said("sat down"), "weight": 0.5}
     records = [CHAT, PAIR, {"prompt": "the dog", "chosen": half, "rejected": "ran", "weight": 3}, {**PAIR, "weight": 0}]
@@ -247,8 +240,8 @@ def test_a_pairs_weight_weights_the_tokens_of_its_chosen_answer_as_a_records_wei
     ]
     (tmp_path / "chats").mkdir()
     datasets = (
-        ChosenDataSet(made(tmp_path, model, {"a": records})[0], 400, **options),
-        SFTDataSet(made(tmp_path / "chats", model, {"a": chats})[0], 400, **options),
+        ChosenDataSet(made(tmp_path, chatml, {"a": records})[0], 400, **options),
+        SFTDataSet(made(tmp_path / "chats", chatml, {"a": chats})[0], 400, **options),
     )
     ((chosen,), (plain,)) = ([dataset[pack] for pack in range(len(dataset))] for dataset in datasets)
     assert chosen.keys() == plain.keys()
@@ -413,8 +406,8 @@ def test_units_longer_than_a_pack_are_an_error_or_left_out_whole_and_never_cut()
             units.fitting(tokens, 40, policy, "DIR")
 
 
-def test_show_draws_the_prompt_once_and_every_answer_below_it(tmp_path: Path, model: str) -> None:
-    folder, _ = made(tmp_path, model, {"chats": [CHAT], "pairs": [PAIR, RANKED, LABEL]})
+def test_show_draws_the_prompt_once_and_every_answer_below_it(tmp_path: Path, chatml: Path) -> None:
+    folder, _ = made(tmp_path, chatml, {"chats": [CHAT], "pairs": [PAIR, RANKED, LABEL]})
     code, shown, _ = show(folder, "row=2")
     assert code == 0
     lines = shown.splitlines()
@@ -434,9 +427,9 @@ def test_show_draws_the_prompt_once_and_every_answer_below_it(tmp_path: Path, mo
     assert '"chosen": "sat on the mat"' in shown
 
 
-def test_the_audit_finds_length_bias_and_unequal_parts(tmp_path: Path, model: str) -> None:
+def test_the_audit_finds_length_bias_and_unequal_parts(tmp_path: Path, chatml: Path) -> None:
     thought = {**PAIR, "chosen": "<think>\n\n</think>\n\nsat on the mat"}
-    folder, _ = made(tmp_path, model, {"pairs": [PAIR, PAIR, thought, {**PAIR, "rejected": "sat on the mat now"}]})
+    folder, _ = made(tmp_path, chatml, {"pairs": [PAIR, PAIR, thought, {**PAIR, "rejected": "sat on the mat now"}]})
     found = audit_of(tmp_path, folder)["findings"]
     assert (found["length_bias"]["count"], found["length_bias"]["of"]) == (3, 4)
     assert [row for _, row in found["length_bias"]["rows"]] == [1, 3, 5]
@@ -444,5 +437,5 @@ def test_the_audit_finds_length_bias_and_unequal_parts(tmp_path: Path, model: st
     code, _, errors = show(folder, "require=length_bias<60%")
     assert code == 1
     assert "length_bias<60%: got 3 of 4" in errors
-    plain, _ = made(tmp_path, model, {"chats": [CHAT]})
+    plain, _ = made(tmp_path, chatml, {"chats": [CHAT]})
     assert not {"length_bias", "unequal_parts", "unequal_ends"} & audit_of(tmp_path, plain)["findings"].keys()

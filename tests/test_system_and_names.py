@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tests.test_tokenize_templates import CHATML, chat, tiny_tokenizer
-from verl_ext.commands.command_line import read_options
+from tests.test_val_share import made as tokenized
 from verl_ext.commands.report import Report
-from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.options import ChatOptions
@@ -23,26 +22,14 @@ MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "conte
 OWN = chat("the cat", "sat", system="the mat")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer(CHATML).save_pretrained(folder)
-    return folder
-
-
 def made(folder: Path, model: Path, sources: dict[str, list[Any]], *options: str) -> tuple[list[str], Report]:
     """Tokenize records by source; return the documents' texts and the report."""
-    folder.mkdir(exist_ok=True)
-    for name, records in sources.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    listed = ",".join(f"{name}:'{folder}/{name}.jsonl'" for name in sources)
-    given = [f"sources={{{listed}}}", f"output_dir={folder}/out", f"model.path={model}", "num_workers=1", *options]
-    report = tokenize(read_options(TokenizeOptions, given))
+    report = tokenized(folder, model, sources, *options)
     data, tokenizer = TokenizedData([str(folder / "out")], "data"), tiny_tokenizer(CHATML)
     return [tokenizer.decode(data.block(row, row + 1)["input_ids"]) for row in range(len(data))], report
 
 
-def test_a_default_system_prompt_begins_chats_without_one_and_is_counted(tmp_path: Path, model: Path) -> None:
+def test_a_default_system_prompt_begins_chats_without_one_and_is_counted(tmp_path: Path, chatml: Path) -> None:
     developer = [{"role": "developer", "content": "the mat"}, *MESSAGES]
     records = [
         {"messages": MESSAGES},
@@ -51,7 +38,7 @@ def test_a_default_system_prompt_begins_chats_without_one_and_is_counted(tmp_pat
         {"system": "", "prompt": "the cat", "response": "sat"},
     ]
     records += [{"system": "the mat", "prompt": "the cat", "response": "sat"}, {"text": "the cat"}]
-    texts, report = made(tmp_path, model, {"a": records}, "system='the dog: [ran]'")
+    texts, report = made(tmp_path, chatml, {"a": records}, "system='the dog: [ran]'")
     systems = [text.partition("<|im_start|>user")[0] for text in texts[:5]]
     expected, own = (f"<|im_start|>system\n{text}<|im_end|>\n" for text in ("the dog: [ran]", "the mat"))
     assert systems == [expected, own, own.replace("system", "developer"), expected, own]
@@ -59,44 +46,44 @@ def test_a_default_system_prompt_begins_chats_without_one_and_is_counted(tmp_pat
     assert report.total.default_system == 2
     assert "a: the system prompt of `system` begins 2 chats without one of their own" in report.table()
     # What is learnt is what was learnt without it.
-    _, without = made(tmp_path / "without", model, {"a": records})
+    _, without = made(tmp_path / "without", chatml, {"a": records})
     assert report.total.target_tokens == without.total.target_tokens
 
 
 def test_texts_of_replace_are_filled_in_at_any_depth_before_a_record_is_read_and_counted(
-    tmp_path: Path, model: Path
+    tmp_path: Path, chatml: Path
 ) -> None:
     say = {"role": "assistant", "content": "{{NAME}} sat"}
     records = [{"messages": [MESSAGES[0], say]}, {"text": "the {{NAME}} {{name}}"}, {"messages": MESSAGES}]
-    texts, report = made(tmp_path, model, {"a": records}, "replace={'{{NAME}}':dog}")
-    filled, _ = made(tmp_path / "filled", model, {"a": json.loads(json.dumps(records).replace("{{NAME}}", "dog"))})
+    texts, report = made(tmp_path, chatml, {"a": records}, "replace={'{{NAME}}':dog}")
+    filled, _ = made(tmp_path / "filled", chatml, {"a": json.loads(json.dumps(records).replace("{{NAME}}", "dog"))})
     assert texts == filled
     assert "dog sat" in texts[0]
     assert "dog" in texts[1]
     assert report.total.replaced == 2
     assert "a: texts of `replace` stood in 2 records" in report.table()
     with pytest.raises(UsageError, match=r"replace must map texts to texts; got \{\{NAME\}\}: 3"):
-        made(tmp_path / "bad", model, {"a": records}, "replace={'{{NAME}}':3}")
+        made(tmp_path / "bad", chatml, {"a": records}, "replace={'{{NAME}}':3}")
 
 
-def test_a_system_prompt_by_category_reaches_its_category_alone(tmp_path: Path, model: Path) -> None:
+def test_a_system_prompt_by_category_reaches_its_category_alone(tmp_path: Path, chatml: Path) -> None:
     sources = {"a": [{"messages": MESSAGES}], "b": [{"messages": MESSAGES}], "c": [{"messages": MESSAGES}]}
-    texts, report = made(tmp_path, model, sources, "system={a: the dog, b: the mat}")
+    texts, report = made(tmp_path, chatml, sources, "system={a: the dog, b: the mat}")
     assert ["the dog" in text for text in texts] == [True, False, False]
     assert ["the mat" in text for text in texts] == [False, True, False]
     assert [counts.default_system for counts in report.categories.values()] == [1, 1, 0]
     kinds = [{"messages": MESSAGES, "kind": kind} for kind in ("x", "y", None)]
-    texts, report = made(tmp_path / "kinds", model, {"a": kinds}, "category_field=kind", "system={x: the dog, z: no}")
+    texts, report = made(tmp_path / "kinds", chatml, {"a": kinds}, "category_field=kind", "system={x: the dog, z: no}")
     assert ["the dog" in text for text in texts] == [True, False, False]
     assert "system.z: no record for training has this category" in report.table()
 
 
-def test_all_answers_of_a_preference_and_prompts_of_evaluations_have_the_default_system_prompt(model: Path) -> None:
+def test_all_answers_of_a_preference_and_prompts_of_evaluations_have_the_default_system_prompt(chatml: Path) -> None:
     content = parse_record({"prompt": "the cat", "chosen": "sat", "rejected": "ran"}, system="the dog").content
     assert isinstance(content, Preference)
     assert [answer.messages[0] for answer in content.answers] == [{"role": "system", "content": "the dog"}] * 2
     assert [answer.targets for answer in content.answers] == [{2: 1.0}] * 2
-    options = ChatOptions.read({"model": {"path": str(model)}, "system": {"a": "the dog"}})
+    options = ChatOptions.read({"model": {"path": str(chatml)}, "system": {"a": "the dog"}})
     encoder = ChatEncoder(options, ["a"])
     _, last, ids = encoder.prompt({"messages": MESSAGES}, "a")
     assert last == 2
@@ -148,18 +135,18 @@ def test_names_change_no_text_that_is_no_list_of_messages() -> None:
         assert parse_record(record, names=names) == parse_record(record)
 
 
-def test_shorter_documents_are_left_out_and_counted_without_ending_the_run(tmp_path: Path, model: Path) -> None:
+def test_shorter_documents_are_left_out_and_counted_without_ending_the_run(tmp_path: Path, chatml: Path) -> None:
     records = [{"text": "the"}, {"text": "the cat sat on the mat " * 9}, {"messages": MESSAGES}]
     records += [{"prompt": "the cat", "chosen": "sat " * 40, "rejected": "ran"}]
-    texts, report = made(tmp_path, model, {"a": records}, "min_tokens=30")
+    texts, report = made(tmp_path, chatml, {"a": records}, "min_tokens=30")
     assert len(texts) == 1
     assert report.total.bad == {"too_short": 3}
     assert report.total.end_of_turn == {}  # of what is left out nothing is counted
     assert "tokens, and min_tokens is 30" in report.total.examples["too_short"][0]
     length = report.total.tokens
-    assert made(tmp_path / "as_long", model, {"a": records}, f"min_tokens={length}")[1].total.documents == 1
+    assert made(tmp_path / "as_long", chatml, {"a": records}, f"min_tokens={length}")[1].total.documents == 1
     with pytest.raises(DataError, match="no record could be used"):
-        made(tmp_path / "longer", model, {"a": records}, f"min_tokens={length + 1}")
+        made(tmp_path / "longer", chatml, {"a": records}, f"min_tokens={length + 1}")
 
 
 @pytest.mark.parametrize(
@@ -175,14 +162,14 @@ def test_shorter_documents_are_left_out_and_counted_without_ending_the_run(tmp_p
         ("message_columns={content: 3}", r"message_columns\.content must be a field's name, or null; got 3"),
     ],
 )
-def test_a_mistake_names_its_key(tmp_path: Path, model: Path, option: str, message: str) -> None:
+def test_a_mistake_names_its_key(tmp_path: Path, chatml: Path, option: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        made(tmp_path, model, {"a": [OWN]}, option)
+        made(tmp_path, chatml, {"a": [OWN]}, option)
 
 
-def test_each_option_changes_the_digest_of_tokenized_folders(model: Path) -> None:
+def test_each_option_changes_the_digest_of_tokenized_folders(chatml: Path) -> None:
     def digest(**options: Any) -> str:
-        return ChatEncoder(ChatOptions.read({"model": {"path": str(model)}, **options}), ["a"]).fingerprint()
+        return ChatEncoder(ChatOptions.read({"model": {"path": str(chatml)}, **options}), ["a"]).fingerprint()
 
     given = [{"system": "a"}, {"system": {"a": "a"}}, {"min_tokens": 2}, {"roles": {"x": "user"}}]
     given += [{"message_columns": {"role": "x"}}, {}]

@@ -21,13 +21,6 @@ from verl_ext.options import DataError, UsageError
 from verl_ext.text.read.readers import ChunkSize
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("model"))
-    tiny_tokenizer(CHATML).save_pretrained(folder)
-    return folder
-
-
 def token_record(draw: random.Random, vocabulary: int, weighted: bool) -> dict[str, Any]:
     length = draw.randrange(2, 30)
     mask = [draw.randrange(2) for _ in range(length - 1)] + [1]
@@ -68,7 +61,7 @@ def columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_tokenized_records_are_copied_with_the_categories_of_their_tokens(
-    tmp_path: Path, model: str, weighted: bool
+    tmp_path: Path, chatml: Path, weighted: bool
 ) -> None:
     draw, vocabulary = random.Random(weighted), len(tiny_tokenizer(CHATML))
     records = [token_record(draw, vocabulary, weighted and number > 20) for number in range(40)]
@@ -79,7 +72,7 @@ def test_tokenized_records_are_copied_with_the_categories_of_their_tokens(
         weights = {"loss_weight": record.get("loss_weight", [1.0] * len(mask))} if weighted else {}
         expected.append({**record, "loss_mask": mask, "category_ids": categories, **weights})
     for number, name in enumerate(("a.jsonl", "a.parquet", "arrow")):
-        rows = made(model, tmp_path / f"out{number}", [written(tmp_path, name, records)], "num_workers=1")
+        rows = made(chatml, tmp_path / f"out{number}", [written(tmp_path, name, records)], "num_workers=1")
         assert columns(rows) == expected
     dataset = SFTDataSet(str(tmp_path / "out0"), 64, category_names={12: "code"})
     assert dataset.categories.names == ("3", "code", str(2**31 - 1))
@@ -105,16 +98,16 @@ def test_tokenized_records_are_copied_with_the_categories_of_their_tokens(
     ],
 )
 def test_a_tokenized_record_that_cannot_be_used_is_refused_with_its_line(
-    tmp_path: Path, model: str, change: dict[str, Any], message: str
+    tmp_path: Path, chatml: Path, change: dict[str, Any], message: str
 ) -> None:
     good = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "category_ids": [0, 7, 7]}
     file = written(tmp_path, "a.jsonl", [good, {**good, **change}])
     with pytest.raises(DataError, match=rf"a\.jsonl:2: {message}"):
-        made(model, tmp_path / "out", [file], "num_workers=1")
-    assert len(made(model, tmp_path / "out", [file], "num_workers=1", "on_bad_record=skip")) == 1
+        made(chatml, tmp_path / "out", [file], "num_workers=1")
+    assert len(made(chatml, tmp_path / "out", [file], "num_workers=1", "on_bad_record=skip")) == 1
 
 
-def test_tokenized_records_and_others_are_not_mixed(tmp_path: Path, model: str) -> None:
+def test_tokenized_records_and_others_are_not_mixed(tmp_path: Path, chatml: Path) -> None:
     tokens = written(tmp_path, "a.jsonl", [{"input_ids": [1, 2], "loss_mask": [0, 1], "category_ids": [0, 1]}])
     texts = written(tmp_path, "b.jsonl", [{"text": "the cat"}])
     for more, message in (
@@ -122,7 +115,7 @@ def test_tokenized_records_and_others_are_not_mixed(tmp_path: Path, model: str) 
         ([f"sources={{a:{tokens}}}", "category_field=c"], "category_field must be null for tokenized records"),
         ([f"sources={{a:{tokens}}}", "format=megatron"], "format must be arrow for tokenized records"),
     ):
-        given = [*more, f"output_dir={tmp_path / 'out'}", f"model.path={model}", "num_workers=1"]
+        given = [*more, f"output_dir={tmp_path / 'out'}", f"model.path={chatml}", "num_workers=1"]
         with pytest.raises(UsageError, match=message):
             tokenize(read_options(TokenizeOptions, given))
 
@@ -130,7 +123,7 @@ def test_tokenized_records_and_others_are_not_mixed(tmp_path: Path, model: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["texts", "tokens", "index"])
 def test_documents_depend_on_their_records_alone_in_any_order_by_any_number_of_workers(
-    tmp_path: Path, model: str, kind: str
+    tmp_path: Path, chatml: Path, kind: str
 ) -> None:
     draw = random.Random(kind)
     texts = [{"text": text, "note": number} for number, text in enumerate(random_words([3, 200, 1, 40] * 15))]
@@ -142,9 +135,9 @@ def test_documents_depend_on_their_records_alone_in_any_order_by_any_number_of_w
     def documents(order: list[Path], workers: int) -> list[Any]:
         output = tmp_path / "-".join([*(file.name for file in order), str(workers)])
         if kind != "index":
-            return columns(made(model, output, order, f"num_workers={workers}"))
+            return columns(made(chatml, output, order, f"num_workers={workers}"))
         listed = ",".join(map(str, order))
-        given = [f"sources={{a:[{listed}]}}", f"output_dir={output}", f"model.path={model}", f"num_workers={workers}"]
+        given = [f"sources={{a:[{listed}]}}", f"output_dir={output}", f"model.path={chatml}", f"num_workers={workers}"]
         index.index_texts(read_options(index.IndexOptions, given))
         found = TokenIndex(output / "a")
         return [found.tokens(number).tolist() for number in range(found.num_documents)]

@@ -5,23 +5,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.document_texts import write_lines
 from tests.megatron_peer import indexed_dataset
-from tests.test_tokenize_run import QA, model, rows, tokenize_files, write_jsonl
+from tests.test_tokenize_run import QA, rows, tokenize_files
 from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.options import DataError, UsageError
-
-__all__ = ["model"]
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> dict[str, Path]:
     texts = [{"text": "the cat sat on the mat " * count} for count in (1, 4, 2)]
-    return {"qa": write_jsonl(tmp_path / "qa.jsonl", QA), "prose": write_jsonl(tmp_path / "prose.jsonl", texts)}
+    return {"qa": write_lines(tmp_path / "qa.jsonl", QA), "prose": write_lines(tmp_path / "prose.jsonl", texts)}
 
 
-def test_tokens_and_masks_are_those_of_the_arrow_folder_row_by_row(tmp_path: Path, model: Path, sources) -> None:
-    tokenize_files(sources, tmp_path / "arrow", model)
-    report = tokenize_files(sources, tmp_path / "megatron", model, "format=megatron")
+def test_tokens_and_masks_are_those_of_the_arrow_folder_row_by_row(tmp_path: Path, chatml: Path, sources) -> None:
+    tokenize_files(sources, tmp_path / "arrow", chatml)
+    report = tokenize_files(sources, tmp_path / "megatron", chatml, "format=megatron")
     expected = rows(tmp_path / "arrow")
     assert len(expected) == report.total.documents == 23
     found = {"ours": [], "theirs": []}
@@ -38,26 +37,26 @@ def test_tokens_and_masks_are_those_of_the_arrow_folder_row_by_row(tmp_path: Pat
     assert 0 < sum(map(sum, (mask for _, mask in wanted))) < sum(len(ids) for ids, _ in wanted)
 
 
-def test_what_the_form_has_no_place_for_is_refused(tmp_path: Path, model: Path, sources) -> None:
-    weighted = write_jsonl(tmp_path / "weighted.jsonl", [{**QA[0], "weight": 0.5}])
+def test_what_the_form_has_no_place_for_is_refused(tmp_path: Path, chatml: Path, sources) -> None:
+    weighted = write_lines(tmp_path / "weighted.jsonl", [{**QA[0], "weight": 0.5}])
     with pytest.raises(DataError, match=r"sources\.qa must have no weights with format=megatron"):
-        tokenize_files({"qa": weighted}, tmp_path / "out", model, "format=megatron")
+        tokenize_files({"qa": weighted}, tmp_path / "out", chatml, "format=megatron")
     with pytest.raises(UsageError, match="category_field must be null with format=megatron; got answer"):
-        tokenize_files(sources, tmp_path / "out", model, "format=megatron", "category_field=answer")
+        tokenize_files(sources, tmp_path / "out", chatml, "format=megatron", "category_field=answer")
     with pytest.raises(UsageError, match=r"sources\.qa_mask must have another name"):
-        tokenize_files({"qa": weighted, "qa_mask": weighted}, tmp_path / "out", model, "format=megatron")
+        tokenize_files({"qa": weighted, "qa_mask": weighted}, tmp_path / "out", chatml, "format=megatron")
     with pytest.raises(UsageError, match=r"format must be one of arrow, megatron; got megatrn \(nearest: megatron\)"):
-        tokenize_files(sources, tmp_path / "out", model, "format=megatrn")
+        tokenize_files(sources, tmp_path / "out", chatml, "format=megatrn")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("policy", ["drop", "truncate", "split"])
-def test_documents_above_max_document_tokens_are_cut_and_counted(tmp_path: Path, model: Path, policy: str) -> None:
+def test_documents_above_max_document_tokens_are_cut_and_counted(tmp_path: Path, chatml: Path, policy: str) -> None:
     records = [{"text": "the"}, {"text": "the cat sat on the mat " * 4}, {"question": "cat " * 30, "answer": "a"}]
-    source = {"a": write_jsonl(tmp_path / "a.jsonl", records)}
-    tokenize_files(source, tmp_path / "whole", model)
+    source = {"a": write_lines(tmp_path / "a.jsonl", records)}
+    tokenize_files(source, tmp_path / "whole", chatml)
     limit = ("format=megatron", "max_document_tokens=8")
-    report = tokenize_files(source, tmp_path / "out", model, *limit, f"over_length={policy}")
+    report = tokenize_files(source, tmp_path / "out", chatml, *limit, f"over_length={policy}")
     tokens, masks = (TokenIndex(str(tmp_path / "out" / name)) for name in ("a", "a_mask"))
     found = [(tokens.tokens(i).tolist(), masks.tokens(i).tolist()) for i in range(tokens.num_documents)]
     whole = rows(tmp_path / "whole")
@@ -76,5 +75,5 @@ def test_documents_above_max_document_tokens_are_cut_and_counted(tmp_path: Path,
     assert header.split()[:3] == ["category", "over", "max_document_tokens"]
     assert row.split()[:3] == ["a", "2", f"{over['tokens']}"]
     with pytest.raises(DataError, match=r"max_document_tokens must hold every document of sources\.a; got 8"):
-        tokenize_files(source, tmp_path / "none", model, *limit)
+        tokenize_files(source, tmp_path / "none", chatml, *limit)
     assert not (tmp_path / "none").exists()

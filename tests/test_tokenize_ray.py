@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, load_from_disk
 
+from tests.document_texts import write_lines
 from tests.ray_cluster import ray_nodes
-from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.report import Report
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
@@ -31,13 +31,6 @@ pytestmark = pytest.mark.slow
 QA = [{"question": f"the cat {i}", "answer": "sat on the mat " * (i % 5 + 1), "kind": f"k{i % 3}"} for i in range(24)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer(CHATML).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """Start one cluster for all tests, each of which would otherwise start its own."""
@@ -48,17 +41,12 @@ def cluster() -> Iterator[None]:
             yield
 
 
-def write_jsonl(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write records in every format: some bad, some with a late weight, in files of one chunk and of several."""
     folder = tmp_path_factory.mktemp("sources")
     lines = [*QA[:9], {"text": ""}, *QA[9:], {"text": "the cat", "loss_weight": 0.5, "kind": "late"}, {"x": 1}]
-    write_jsonl(folder / "lines.jsonl", lines)
+    write_lines(folder / "lines.jsonl", lines)
     (folder / "packed.jsonl.gz").write_bytes(gzip.compress("\n\n".join(map(json.dumps, QA)).encode()))
     (folder / "list.json").write_text(json.dumps(QA, indent=1))
     pq.write_table(pa.Table.from_pylist(QA), folder / "rows.parquet", row_group_size=5)
@@ -85,19 +73,15 @@ def on_ray(sources: dict[str, Any], output: Path, model: Path, *overrides: str) 
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        ("category_field=kind", "sample={lines:13,rows:0.6,arrow:9,packed:0.5}"),
-        ("turns=last",),
-    ],
+    "overrides", [("category_field=kind", "sample={lines:13,rows:0.6,arrow:9,packed:0.5}"), ("turns=last",)]
 )
 def test_rows_categories_and_report_are_those_of_the_local_backend(
-    tmp_path: Path, model: Path, sources: dict[str, Path], overrides: tuple[str, ...]
+    tmp_path: Path, chatml: Path, sources: dict[str, Path], overrides: tuple[str, ...]
 ) -> None:
     overrides = (*overrides, "on_bad_record=skip")
-    tokenize(options_of(sources, tmp_path / "out", model, *overrides))
+    tokenize(options_of(sources, tmp_path / "out", chatml, *overrides))
     (tmp_path / "out").rename(tmp_path / "local")
-    report = on_ray(sources, tmp_path / "out", model, *overrides)
+    report = on_ray(sources, tmp_path / "out", chatml, *overrides)
     ours, local = load_from_disk(str(tmp_path / "out")), load_from_disk(str(tmp_path / "local"))
     assert ours.data.schema == local.data.schema
     assert ours.to_list() == local.to_list()
@@ -109,13 +93,13 @@ def test_rows_categories_and_report_are_those_of_the_local_backend(
 
 @pytest.mark.parametrize("share", ["0.2", "7"])
 def test_both_parts_and_what_is_left_out_are_those_of_the_local_backend(
-    tmp_path: Path, model: Path, sources: dict[str, Path], share: str
+    tmp_path: Path, chatml: Path, sources: dict[str, Path], share: str
 ) -> None:
     overrides = (f"val_share={share}", "deduplicate=true", "category_field=kind", "min_tokens=12", "system='the dog'")
     overrides = (*overrides, "sample={lines:13,rows:0.6}", "on_bad_record=skip")
-    tokenize(options_of(sources, tmp_path / "out", model, *overrides))
+    tokenize(options_of(sources, tmp_path / "out", chatml, *overrides))
     (tmp_path / "out").rename(tmp_path / "local")
-    report = on_ray(sources, tmp_path / "out", model, *overrides)
+    report = on_ray(sources, tmp_path / "out", chatml, *overrides)
     assert report.total.duplicates > 0
     for part in ("train", "val"):
         ours, local = (load_from_disk(str(tmp_path / run / part)) for run in ("out", "local"))
@@ -125,27 +109,29 @@ def test_both_parts_and_what_is_left_out_are_those_of_the_local_backend(
             assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "local" / name).read_bytes()
 
 
-def test_the_first_bad_record_in_order_ends_the_run_with_its_line(tmp_path: Path, model: Path) -> None:
+def test_the_first_bad_record_in_order_ends_the_run_with_its_line(tmp_path: Path, chatml: Path) -> None:
     lines = [json.dumps(qa) for qa in QA]
     lines[7], lines[9], lines[20] = "", "{", "no json"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.json").write_text("[")
     with pytest.raises(DataError, match=r"a\.jsonl:10: malformed JSON"):
-        on_ray({"a": tmp_path / "a.jsonl", "b": tmp_path / "b.json"}, tmp_path / "out", model)
+        on_ray({"a": tmp_path / "a.jsonl", "b": tmp_path / "b.json"}, tmp_path / "out", chatml)
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_left_of_a_run_with_a_bad_record(tmp_path: Path, model: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [*QA, {"text": ""}])
+def test_nothing_is_left_of_a_run_with_a_bad_record(tmp_path: Path, chatml: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [*QA, {"text": ""}])
     with pytest.raises(DataError, match=r"a\.jsonl:25: text is empty"):
-        on_ray({"a": source}, tmp_path / "out", model)
+        on_ray({"a": source}, tmp_path / "out", chatml)
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_a_node_with_another_tokenizer_is_refused(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_with_another_tokenizer_is_refused(
+    tmp_path: Path, chatml: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ChatEncoder, "fingerprint", lambda self: "the driver's")
     with pytest.raises(DataError, match=r"model\.path must be the same tokenizer and template on every node"):
-        on_ray({"a": write_jsonl(tmp_path / "a.jsonl", QA)}, tmp_path / "out", model)
+        on_ray({"a": write_lines(tmp_path / "a.jsonl", QA)}, tmp_path / "out", chatml)
 
 
 def die_at_seven(tries: Path, job: int) -> int:
@@ -168,9 +154,9 @@ def test_a_job_whose_worker_dies_is_done_again_a_few_times(tmp_path: Path, death
         list(results)
 
 
-def test_a_source_without_records_is_refused(tmp_path: Path, model: Path) -> None:
+def test_a_source_without_records_is_refused(tmp_path: Path, chatml: Path) -> None:
     with pytest.raises(DataError, match=r"sources\.a must hold at least one record"):
-        on_ray({"a": write_jsonl(tmp_path / "a.jsonl", [])}, tmp_path / "out", model)
+        on_ray({"a": write_lines(tmp_path / "a.jsonl", [])}, tmp_path / "out", chatml)
 
 
 @pytest.fixture
