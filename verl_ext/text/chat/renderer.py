@@ -87,9 +87,7 @@ class ChatOptions(RecordOptions):
         {}, "{a role's name in the records: system, developer, user, assistant, function_call or tool}"
     )
     system: Any = option(None, "system prompt of chats without one: a text, or {category: text}; null: none")
-    replace: dict[str, Any] = option(
-        {}, "{a text in the fields of records, such as {{NAME}}: the text that stands for it}; such records are counted"
-    )
+    replace: dict[str, Any] = option({}, "{a text in fields of records: what stands for it}; the records are counted")
     category_field: str | None = option(
         None, "field that holds a record's category; a record without it has its source's name"
     )
@@ -118,9 +116,8 @@ class ChatOptions(RecordOptions):
         for key, text in self._system_prompts.items():
             if not isinstance(text, str) or not text.strip():
                 yield f"{key} must be a text, or a text for each category; got {spell(text)}"
-        for text, other in self.replace.items():
-            if not text or not isinstance(other, str):
-                yield f"replace must map texts to texts; got {spell(text)}: {spell(other)}"
+        bad = {text: other for text, other in self.replace.items() if not text or not isinstance(other, str)}
+        yield from (f"replace must map texts to texts; got {spell(a)}: {spell(b)}" for a, b in bad.items())
         if self.category_field == "":
             yield "category_field must name a field of the records, or be null; got ''"
         if self.end_of_turn == "":
