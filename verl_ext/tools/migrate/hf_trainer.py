@@ -156,7 +156,7 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
 
 
 def _read_sharding(moved: Moved, key: str) -> None:
-    """Translate DeepSpeed's or FSDP's description, given as it is, as a JSON file's name, or by a name."""
+    """Translate DeepSpeed's or FSDP's description: a mapping, a file of JSON or a name."""
     value, stage = moved.values.get(key), 3
     if isinstance(value, str):
         name = re.search(r"z(?:ero)?_?([0-3])", value)

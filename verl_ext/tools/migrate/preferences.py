@@ -17,7 +17,10 @@ ELSEWHERE = "verl's own trainers have PPO and GRPO; reward models are not traine
 
 
 def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> None:
-    """Name a loss and its options, {ours: value or None}; longer units are left out as a whole."""
+    """Name a loss and its options, {ours: value or None}.
+
+    Prompts with answers that are too long are left out as a whole.
+    """
     if name not in LOSSES:
         moved.lack(key, f"loss has {', '.join(sorted({*LOSSES.values()}))}")
         return
@@ -32,9 +35,10 @@ def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> N
 def read_loss(
     moved: Moved, key: str, loss_key: str, likelihood: str, betas: Mapping[str, float], family: str = "dpo"
 ) -> None:
-    """Translate the keys that TRL and ms-swift share; `key` has a loss's family, `loss_key` its form.
+    """Translate the keys that TRL and ms-swift share.
 
-    likelihood: the key of the weight of the preferred answers' likelihood in DPO.
+    key, loss_key: the keys of a loss's family and of its form. likelihood: that of the weight of the preferred answers'
+    likelihood in DPO. betas: {a family: its β by default}, 0.1 for others. family: the one without a key.
     """
     family = str(moved.get(key, default=family))
     forms = [str(form) for form in listed(moved.get(loss_key))]

@@ -48,7 +48,10 @@ def put_columns(moved: Moved, key: str, name: str, columns: Mapping[str, Any]) -
 def put_message_names(
     moved: Moved, key: str, name: str, columns: Mapping[str, Any], roles: Mapping[str, str] | None = None
 ) -> None:
-    """Name fields of messages, {our name: theirs}, and roles, {theirs: ours}, which are those of all data sets."""
+    """Name fields of messages, {ours: theirs}, and roles, {theirs: ours}.
+
+    They are those of all data sets.
+    """
     usual = {"role": ("role", "from"), "content": ("content", "value")}
     columns = {ours: own for ours, own in columns.items() if own and own not in usual.get(ours, (ours,))}
     if other := {ours: own for ours, own in columns.items() if ours not in MESSAGE_FIELDS}:

@@ -51,7 +51,10 @@ OF_ANSWERS = {  # {a command: its keys}
 
 
 def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
-    """Translate the command's flags, or the YAML's keys; `family` is the command's: sft, dpo or kto."""
+    """Translate the command's flags, or the YAML's keys.
+
+    family: that of the command, sft, dpo or kto.
+    """
     moved.take(OF_ANSWERS.get(family, KEYS))
     _read_data(moved)
     moved.put("data.max_tokens", moved.get("max_length", "max_seq_length", default=1024))

@@ -78,7 +78,7 @@ class HighLossHook(Hook):
     """The hook that ends a run whose loss stays above `trainer.max_loss`."""
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
-        """Count a high loss; after too many, the first rank that counts them ends the run of all."""
+        """Count a high loss, and end the run of all ranks after too many."""
         state, limit, most = self.trainer.run_state, self.options.max_loss, self.options.max_loss_steps
         if limit is None or outcome.sums is None:
             return
