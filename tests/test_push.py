@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 
 from tests.hub_server import FORBIDDEN, hub_server
 from tests.ranks import run_ranks
-from tests.training import into, metrics, small_run, train_alone
+from tests.training import SMALL, into, metrics, small_run
 from verl_ext.__main__ import main
 from verl_ext.config.compose import compose
+from verl_ext.fsdp_sft_trainer import train_composed
 from verl_ext.options import leaves
 
 pytestmark = pytest.mark.slow
@@ -23,14 +24,22 @@ pytestmark = pytest.mark.slow
 TOKEN = "hf_" + "A1b2C3d4" * 4
 
 
+def train_whole(words):
+    """Train as the program does, with the run's report."""
+    os.environ.pop("VERL_FILE_LOGGER_PATH", None)  # set by a previous run
+    train_composed(compose([*SMALL, "trainer.logger=[file]", *words]))
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_model):
     """Return the folder of a run of 3 steps with validation, a checkpoint each, and a secret among its options."""
     folder = tmp_path_factory.mktemp("pushed")
-    words = small_run(folder, tiny_model, [20, 30, 40, 90] * 3, "data.over_length=drop", "optim.betas=[0.9,0.99]")
+    words = small_run(
+        folder, tiny_model, [20, 30, 40, 90] * 3, "data.over_length=drop", "optim.betas=[0.9,0.99]", categories=2
+    )
     words += ["loss=sequence", "loss.category_weights={code: 2}", "trainer.test_freq=2", "trainer.save_freq=1"]
-    words += [f"data.val_dir={folder / 'data'}", f"eval.api_key={TOKEN}", "trainer.total_training_steps=3"]
-    run_ranks(train_alone, 1, [*words, into(folder / "run")])
+    words += [f"data.val_dir={folder / 'data'}", f"trainer.project_name={TOKEN}", "trainer.total_training_steps=3"]
+    run_ranks(train_whole, 1, [*words, into(folder / "run")])
     return folder / "run"
 
 
