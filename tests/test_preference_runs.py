@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.ranks import in_turn, run_ranks
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, random_units, write_tokenized, write_units
-from tests.training import differences, heard, into, metrics, refusals, stopped_at, train_alone, train_each
+from tests.training import differences, heard, into, metrics, refusals, stopped_at, train_alone
 from verl_ext.losses import PREFERENCE_MODES
 
 pytestmark = pytest.mark.slow
@@ -61,38 +62,6 @@ VARIANTS = {
 }
 
 
-def test_the_first_step_has_the_rewards_of_the_reference_to_the_bit(options, tmp_path):
-    runs = [[*options, *more, into(tmp_path / name)] for name, more in VARIANTS.items()]
-    run_ranks(train_each, 2, runs)
-    for name in VARIANTS:
-        found = metrics(tmp_path / name)
-        if name != "answers":
-            assert found[0, "val/reward_accuracy"] == 0.5
-            assert found[1, "train/preference"] == pytest.approx(math.log(2), rel=1e-14)
-        assert found[1, "train/reward_margin"] == found[1, "train/reward_chosen"] == found[1, "train/chosen_drop"] == 0
-        assert found[0, "val/reward_margin"] == 0
-        assert all(math.isfinite(value) for (_, metric), value in found.items() if metric.endswith("margin"))
-        last = max(step for step, _ in found)
-        assert last == 1 or found[last, "val/reward_margin"] > 0
-
-
-def test_layouts_and_sharing_change_no_loss(options, tmp_path):
-    runs = {
-        "whole": (),
-        "shared": SHARED,
-        "ulysses": ("engine.ulysses_sequence_parallel_size=2", *SHARED),
-        "heads": ("loss.head=plain", *SHARED),
-    }
-    run_ranks(train_each, 2, [[*options, *WHOLE, *more, into(tmp_path / name)] for name, more in runs.items()])
-    run_ranks(train_alone, 1, [*options, *WHOLE, into(tmp_path / "alone")])
-    names = ("loss", "grad_norm", "preference", "margin", "accuracy", "pairs", "_nll", "/tokens", "chosen", "rejected")
-    whole = numbers(metrics(tmp_path / "whole"), *names)
-    assert whole[3, "train/loss"] < whole[1, "train/loss"]
-    assert whole[1, "train/document_nll"] > 0
-    for name in (*runs, "alone"):
-        assert numbers(metrics(tmp_path / name), *names) == pytest.approx(whole, rel=2e-5, abs=2e-6)
-
-
 def resumed(options, whole, folder):
     stopped_at(whole, folder, 2)
     train_alone([*options, into(folder)])
@@ -103,8 +72,8 @@ def resumed_without_reference(options, whole, folder):
     if torch.distributed.get_rank() == 0:
         shutil.rmtree(folder / "reference")
     torch.distributed.barrier()
-    without_cache()
-    train_alone([*options, into(folder)])
+    with without_cache():
+        train_alone([*options, into(folder)])
 
 
 def without_cache():
@@ -115,64 +84,7 @@ def without_cache():
     def found(ranks, name, make, root=None):
         return make() if root is None else arrays_of_ranks(ranks, name, make, root)
 
-    reference.arrays_of_ranks = found
-
-
-@pytest.mark.parametrize("more", [(), (*SHARED, *LORA)], ids=["plain", "shared adapters"])
-def test_a_resumed_run_has_the_bits_of_the_whole_one(options, tmp_path, more):
-    options = [*options, *more, "trainer.save_freq=2"]
-    whole = tmp_path / "whole"
-    calls = [
-        (train_alone, [*options, into(whole)]),
-        (resumed, options, whole, tmp_path / "kept"),
-        (resumed_without_reference, options, whole, tmp_path / "scored again"),
-    ]
-    run_ranks(in_turn, 2, calls)
-    for name in ("kept", "scored again"):
-        assert differences(tmp_path / name, whole, 4) == []
-
-
-@pytest.mark.parametrize(
-    "more", [SHARED, ("data.balance=sorted", "data.train_batch_size=2")], ids=["shared", "balanced"]
-)
-def test_a_run_goes_on_with_other_ranks(options, tmp_path, more):
-    options = [*options, "trainer.save_freq=2", *more]
-    run_ranks(train_alone, 2, [*options, into(tmp_path / "whole")])
-    run_ranks(resumed, 1, options, tmp_path / "whole", tmp_path / "alone")
-    names = ("loss", "grad_norm", "margin", "accuracy")
-    whole = numbers(metrics(tmp_path / "whole"), *names)
-    assert numbers(metrics(tmp_path / "alone"), *names) == pytest.approx(whole, rel=1e-5, abs=1e-6)
-
-
-@torch.no_grad()
-def plain_rewards(units, policy, reference, beta=0.1):
-    """Return the rewards of all answers by plain transformers in float64, one document at a time."""
-    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in (policy, reference)]
-    rewards = []
-    for document in units:
-        ids, mask = torch.as_tensor(document["input_ids"]).long(), torch.as_tensor(document["loss_mask"][1:]).bool()
-        logs = [model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[mask, 0] for model in models]
-        rewards.append(beta * float(logs[0].sum() - logs[1].sum()))
-    return rewards
-
-
-def test_a_measurement_compares_with_the_model_of_reference_path(options, units, tiny_model, tmp_path):
-    other = write_tiny_model(tmp_path / "other", seed=5)
-    measures = ("trainer.eval_only=true", "trainer.length_bins=[9]")  # the sums of both bins are those of one
-    run = [*options, f"reference.path={other}", *measures, into(tmp_path / "measured")]
-    run_ranks(measured, 2, run)
-    found = json.loads((tmp_path / "measured" / "evaluation.json").read_text())
-    rewards, weights, margins = plain_rewards(units, str(tiny_model), str(other)), [], []
-    for row, document in enumerate(units):
-        if document["answer"] < 0:
-            first = max(at for at in range(row) if units[at]["unit"])
-            margins.append(rewards[first] - rewards[row])
-            weights.append(document["pair_weight"])
-    assert found["val/pairs"] == len(margins)
-    assert found["val/reward_margin"] == pytest.approx(np.average(margins, weights=weights), rel=1e-4)
-    assert found["val/reward_accuracy"] == pytest.approx(np.average(np.array(margins) > 0, weights=weights))
-    loss = np.average(np.log1p(np.exp(-np.array(margins))), weights=weights)
-    assert found["val/preference"] == pytest.approx(loss, rel=1e-5)
+    return mock.patch.object(reference, "arrays_of_ranks", found)
 
 
 def measured(overrides):
@@ -187,48 +99,15 @@ def with_wrong_reference(overrides):
     """Train with sums that are off, as those of other weights would be."""
     from verl_ext.trainer import reference
 
-    without_cache()
     right = reference._scored
-    reference._scored = lambda *arguments: tuple(values + 0.5 for values in right(*arguments))
-    return heard(train_each, [overrides])
-
-
-def test_a_reference_that_is_not_the_model_ends_the_run_at_its_first_step(options, tmp_path):
-    told = run_ranks(with_wrong_reference, 2, [*options, into(tmp_path / "run")])
-    for line in told:
-        assert "reference.tolerance: step 1 must have rewards of 0" in line
-        assert "is off by 0.5 nats" in line
-
-
-def test_documents_of_another_folder_are_learnt_beside_the_pairs(options, tmp_path):
-    documents = random_documents(np.random.default_rng(1), [9, 12, 7], 128, 1)
-    extra = write_tokenized(tmp_path / "extra", documents, {1: "maths"})
-    data = options[0].partition("=")[2]
-    runs = [
-        [
-            *options,
-            *WHOLE,
-            f"data.train_dir=[{data},{extra}]",
-            f"loss.sft_weight={weight}",
-            into(tmp_path / f"{weight}"),
-        ]
-        for weight in (0.0, 0.5)
-    ]
-    run_ranks(train_each, 1, runs)
-    with_none, with_half = (metrics(tmp_path / name) for name in ("0.0", "0.5"))
-    assert with_none[1, "train/document_nll"] == with_half[1, "train/document_nll"]
-    expected = math.log(2) + 0.5 * with_half[1, "train/document_nll"]
-    assert with_half[1, "train/loss"] == pytest.approx(expected, rel=1e-12)
-    assert with_half[3, "train/document_nll"] < with_none[3, "train/document_nll"]
+    wrong = mock.patch.object(reference, "_scored", lambda *given: tuple(values + 0.5 for values in right(*given)))
+    with without_cache(), wrong:
+        return heard(train_alone, overrides)
 
 
 MISTAKES = [
     (["loss=token"], "loss must be one of dpo, .* with data=preference .*; got loss.mode=token"),
-    (
-        ["data=chosen", "data.share_prefixes=false"],
-        "data must be preference with loss.mode=dpo; got .*ChosenDataSet.*",
-    ),
-    (["loss.beta=0"], "loss.beta must be above 0; got 0.0"),
+    (["data=chosen", "data.share_prefixes=false"], "data must be preference with loss.mode=dpo; got .*ChosenDataSet.*"),
     (["loss.margin=0.5"], "loss.margin is an option of simpo; got 0.5 with loss.mode=dpo"),
     (["data.over_length=truncate"], "data.over_length must be one of error, drop; got truncate"),
     (["data.max_tokens=8"], "data.max_tokens must hold every unit of data.train_dir; got 8.*"),
@@ -241,23 +120,141 @@ MISTAKES = [
         "data.max_tokens must hold the answers to two prompts .*kto.*; got 64",
     ),
     (["loss=kto", "loss.answers=mean"], "loss.answers must be sum with loss.mode=kto.*; got mean"),
-    (["reference.tolerance=-1"], "reference.tolerance must be at least 0; got -1.0"),
 ]
 
 
-def test_mistakes_are_one_line_each(options, tiny_model, tmp_path):
-    config = json.loads((tiny_model / "config.json").read_text())
+def mistakes(folder, model):
+    """Return changes of a run, and the line on each; write the models that some of them name."""
+    config = json.loads((model / "config.json").read_text())
     for name, size in (("small", 8), ("bare", config["vocab_size"])):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
     must = "reference.path must have a vocabulary with the token ids of data.train_dir, up to [0-9]+"
-    mistakes = [
+    return [
         *MISTAKES,
-        ([f"reference.path={tmp_path}/small"], f"{must}; got one of 8 in {tmp_path}/small"),
-        ([f"reference.path={tmp_path}/bare"], "reference.path must hold weights .*; got .*/bare"),
+        ([f"reference.path={folder}/small"], f"{must}; got one of 8 in {folder}/small"),
+        ([f"reference.path={folder}/bare"], "reference.path must hold weights .*; got .*/bare"),
     ]
-    (told,) = run_ranks(refusals, 1, [*options, into(tmp_path / "run")], [change for change, _ in mistakes])
-    for (change, line), got in zip(mistakes, told, strict=True):
+
+
+RESUMED = {"plain": (), "shared adapters": (*SHARED, *LORA)}
+ELASTIC = {"shared": SHARED, "balanced": ("data.balance=sorted",)}
+LAYOUTS = {
+    "whole": (),
+    "shared": SHARED,
+    "ulysses": ("engine.ulysses_sequence_parallel_size=2", *SHARED),
+    "heads": ("loss.head=plain", *SHARED),
+}
+MEASURES = ("trainer.eval_only=true", "trainer.length_bins=[9]")  # the sums of both bins are those of one
+
+
+@pytest.fixture(scope="module")
+def runs(options, tiny_model, tmp_path_factory):
+    """Execute all runs in one start of two ranks and one of a rank; return their folder, the lines on a wrong reference
+    by rank, and those on MISTAKES."""
+    folder = tmp_path_factory.mktemp("runs")
+    other = write_tiny_model(folder / "other model", seed=5)
+    documents = random_documents(np.random.default_rng(1), [9, 12, 7], 128, 1)
+    extra = write_tokenized(folder / "extra", documents, {1: "maths"})
+    beside = [*options, *WHOLE, f"data.train_dir=[{options[0].partition('=')[2]},{extra}]"]
+    saves = [*options, "trainer.save_freq=2"]
+    calls = [(train_alone, [*options, *more, into(folder / f"variant {name}")]) for name, more in VARIANTS.items()]
+    calls += [(train_alone, [*options, *WHOLE, *more, into(folder / name)]) for name, more in LAYOUTS.items()]
+    for name, more in RESUMED.items():
+        whole, kept, scored = (folder / f"{name} {kind}" for kind in ("whole", "kept", "scored again"))
+        calls += [(train_alone, [*saves, *more, into(whole)]), (resumed, [*saves, *more], whole, kept)]
+        calls += [(resumed_without_reference, [*saves, *more], whole, scored)]
+    calls += [(train_alone, [*saves, *more, into(folder / f"elastic {name}")]) for name, more in ELASTIC.items()]
+    calls += [(measured, [*options, f"reference.path={other}", *MEASURES, into(folder / "measured")])]
+    calls += [(with_wrong_reference, [*options, into(folder / "wrong")])]
+    of_two = run_ranks(in_turn, 2, calls)
+    calls = [(train_alone, [*options, *WHOLE, into(folder / "alone")])]
+    for name, more in ELASTIC.items():
+        calls += [(resumed, [*saves, *more], folder / f"elastic {name}", folder / f"alone {name}")]
+    for weight in (0.0, 0.5):
+        calls += [(train_alone, [*beside, f"loss.sft_weight={weight}", into(folder / f"{weight}")])]
+    calls += [(refusals, [*options, into(folder / "run")], [change for change, _ in mistakes(folder, tiny_model)])]
+    return folder, [found[-1] for found in of_two], run_ranks(in_turn, 1, calls)[0][-1]
+
+
+def test_the_first_step_has_the_rewards_of_the_reference_to_the_bit(runs):
+    for name in VARIANTS:
+        found = metrics(runs[0] / f"variant {name}")
+        if name != "answers":
+            assert found[0, "val/reward_accuracy"] == 0.5
+            assert found[1, "train/preference"] == pytest.approx(math.log(2), rel=1e-14)
+        assert found[1, "train/reward_margin"] == found[1, "train/reward_chosen"] == found[1, "train/chosen_drop"] == 0
+        assert found[0, "val/reward_margin"] == 0
+        assert all(math.isfinite(value) for (_, metric), value in found.items() if metric.endswith("margin"))
+        last = max(step for step, _ in found)
+        assert last == 1 or found[last, "val/reward_margin"] > 0
+
+
+def test_layouts_and_sharing_change_no_loss(runs):
+    names = ("loss", "grad_norm", "preference", "margin", "accuracy", "pairs", "_nll", "/tokens", "chosen", "rejected")
+    whole = numbers(metrics(runs[0] / "whole"), *names)
+    assert whole[3, "train/loss"] < whole[1, "train/loss"]
+    assert whole[1, "train/document_nll"] > 0
+    for name in (*LAYOUTS, "alone"):
+        assert numbers(metrics(runs[0] / name), *names) == pytest.approx(whole, rel=2e-5, abs=2e-6)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("kind", ["kept", "scored again"])
+def test_a_resumed_run_has_the_bits_of_the_whole_one(runs, name, kind):
+    assert differences(runs[0] / f"{name} {kind}", runs[0] / f"{name} whole", 4) == []
+
+
+@pytest.mark.parametrize("name", ELASTIC)
+def test_a_run_goes_on_with_other_ranks(runs, name):
+    names = ("loss", "grad_norm", "margin", "accuracy")
+    whole = numbers(metrics(runs[0] / f"elastic {name}"), *names)
+    assert numbers(metrics(runs[0] / f"alone {name}"), *names) == pytest.approx(whole, rel=1e-5, abs=1e-6)
+
+
+@torch.no_grad()
+def plain_rewards(units, policy, reference, beta=0.1):
+    """Return the rewards of all answers by plain transformers in float64, one document at a time."""
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in (policy, reference)]
+    rewards = []
+    for document in units:
+        ids, mask = torch.as_tensor(document["input_ids"]).long(), torch.as_tensor(document["loss_mask"][1:]).bool()
+        logs = [model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[mask, 0] for model in models]
+        rewards.append(beta * float(logs[0].sum() - logs[1].sum()))
+    return rewards
+
+
+def test_a_measurement_compares_with_the_model_of_reference_path(runs, units, tiny_model):
+    found = json.loads((runs[0] / "measured" / "evaluation.json").read_text())
+    rewards, weights, margins = plain_rewards(units, str(tiny_model), str(runs[0] / "other model")), [], []
+    for row, document in enumerate(units):
+        if document["answer"] < 0:
+            first = max(at for at in range(row) if units[at]["unit"])
+            margins.append(rewards[first] - rewards[row])
+            weights.append(document["pair_weight"])
+    assert found["val/pairs"] == len(margins)
+    assert found["val/reward_margin"] == pytest.approx(np.average(margins, weights=weights), rel=1e-4)
+    assert found["val/reward_accuracy"] == pytest.approx(np.average(np.array(margins) > 0, weights=weights))
+    loss = np.average(np.log1p(np.exp(-np.array(margins))), weights=weights)
+    assert found["val/preference"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_reference_that_is_not_the_model_ends_the_run_at_its_first_step(runs):
+    for line in runs[1]:
+        assert "reference.tolerance: step 1 must have rewards of 0" in line
+        assert "is off by 0.5 nats" in line
+
+
+def test_documents_of_another_folder_are_learnt_beside_the_pairs(runs):
+    with_none, with_half = (metrics(runs[0] / name) for name in ("0.0", "0.5"))
+    assert with_none[1, "train/document_nll"] == with_half[1, "train/document_nll"]
+    expected = math.log(2) + 0.5 * with_half[1, "train/document_nll"]
+    assert with_half[1, "train/loss"] == pytest.approx(expected, rel=1e-12)
+    assert with_half[3, "train/document_nll"] < with_none[3, "train/document_nll"]
+
+
+def test_mistakes_are_one_line_each(runs, tiny_model):
+    for (change, line), got in zip(mistakes(runs[0], tiny_model), runs[2], strict=True):
         assert re.fullmatch(line, got.splitlines()[0] if got else ""), (change, got)
 
 
