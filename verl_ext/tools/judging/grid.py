@@ -106,9 +106,11 @@ def _figures(seeds: Sequence[Means]) -> dict[str, dict[str, Figure]]:
 
 
 def _table(corner: str, figures: Mapping[str, Mapping[str, Figure]]) -> str:
-    cells: dict[tuple[str, str], Any] = {
-        (model, group): shown(figure) for model, of in figures.items() for group, figure in of.items()
-    }
+    """Return a row of cells for each model, without groups that hold all cases of every model."""
+    cells: dict[tuple[str, str], Any] = {}
+    for group in dict.fromkeys(group for of in figures.values() for group in of):
+        if group == "all" or any(of[group] != of.get("all") for of in figures.values() if group in of):
+            cells |= {(model, group): shown(of[group]) for model, of in figures.items() if group in of}
     return as_text(pivot(corner, cells, missing=shown(None)))
 
 
