@@ -1,6 +1,5 @@
 """Equal chats give equal rows and counts, whatever came before them and whichever worker encodes them."""
 
-import functools
 import json
 import pickle
 from collections.abc import Iterator, Sequence
@@ -77,8 +76,15 @@ def chats(draw: st.DrawFn) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("tokenizer")
     plain.tiny_tokenizer(plain.CHATML, special_tokens=tuple({*ends.TOKENS, *tools.TOKENS})).save_pretrained(path)
+    load, loaded = encoder.load_tokenizer, {}
+
+    def load_once(model: Any) -> Any:
+        if repr(model) not in loaded:
+            loaded[repr(model)] = load(model)
+        return loaded[repr(model)]
+
     with pytest.MonkeyPatch.context() as patch:  # a worker loads the same tokenizer each time
-        patch.setattr(encoder, "load_tokenizer", functools.cache(encoder.load_tokenizer))
+        patch.setattr(encoder, "load_tokenizer", load_once)
         yield path
 
 

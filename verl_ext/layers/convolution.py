@@ -11,6 +11,7 @@ rank 1           halo:  (0 B)   B B B B B B B        only one of the two tokens 
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -79,11 +80,11 @@ def convolution_kernel(device: str) -> Callable[..., torch.Tensor]:
 
 
 def _kernel_of_fla() -> Callable[..., Any]:
-    """Import flash-linear-attention's convolution, which 0.6 has moved."""
-    try:
+    """Import flash-linear-attention's convolution, which 0.6 has moved; raise ImportError without the package."""
+    import_fla("modules")
+    with suppress(ImportError):
         return import_fla("modules.causal_conv1d").causal_conv1d
-    except ImportError:
-        return import_fla("modules.conv").causal_conv1d
+    return import_fla("modules.conv").causal_conv1d
 
 
 def convolve_documents(

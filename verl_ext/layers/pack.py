@@ -5,7 +5,6 @@ to their layers, so the layout reaches layers through an object that all modules
 """
 
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def fla_lengths(layout: DocumentLayout) -> dict[str, torch.Tensor]:
 
 
 def import_fla(module: str) -> Any:
-    """Import a module of flash-linear-attention; raise ImportError without the package.
+    """Import a module of flash-linear-attention; raise ImportError if it is not there.
 
     Raises RuntimeError if there is a package without Triton, or one for another torch.
     """
@@ -67,8 +66,8 @@ def import_fla(module: str) -> Any:
     try:
         return importlib.import_module(f"fla.{module}")
     except Exception as error:  # of another torch, a package may raise any error
-        if importlib.util.find_spec("fla") is None:
-            raise
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "fla":
+            raise  # the package is not installed, or this version has no such module
         got = f"torch {torch.__version__} ({first_line(error)})"
         raise RuntimeError(f"flash-linear-attention must be importable, or be uninstalled; got {got}") from error
     finally:
