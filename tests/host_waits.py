@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -151,15 +150,15 @@ def take_step(engine: Any, tracker: HostWaits, collate: Any, packs: Any, objecti
     """Take a step as the trainer does, and read the sums of a step that is logged."""
     device, data = f"{GPU}:0", (engine.get_data_parallel_rank(), engine.get_data_parallel_size())
     batch = collate(packs).pin_memory()
-    rank = SimpleNamespace(
-        sums=lambda batch: objective.sums(batch.categories, device),
-        all_reduce=lambda tensor: dist.all_reduce(tensor, group=engine.get_data_parallel_group()),
-    )
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=engine.get_data_parallel_group())
+
     tracker.part = "before"
     with engine.train_mode():
-        sums = rank.sums(batch)
+        sums = objective.sums(batch.categories, device)
         batch.count(sums)
-        objective.measure([batch], engine, rank, 1)
+        objective.measure([batch], engine, all_reduce, 1)
         loss = objective.loss([1.0] * objective.terms, data[1], sums)
         flags = {"head": "fused", "token_stats": True, "head_block_bytes": 2**28}
         micro_batches = list(batch.micro_batches(1, **flags, **loss.flags))
@@ -169,7 +168,7 @@ def take_step(engine: Any, tracker: HostWaits, collate: Any, packs: Any, objecti
         tracker.part = "optimizer"
         engine.optimizer_step()
     tracker.part = "sums"
-    sums.reduced(rank.all_reduce)
+    sums.reduced(all_reduce)
     tracker.part = "validation"
     with engine.eval_mode():
         engine.evaluate(list(batch.micro_batches(1, **flags, **loss.flags)), objective.loss_of_parts(sums))

@@ -69,7 +69,7 @@ assert not {"torch", "verl", "transformers"} & sys.modules.keys()
 def test_an_interrupt_of_the_callers_group_saves_and_ends_the_ranks_and_the_caller_stays_as_it_was(options, tmp_path):
     import json
 
-    options["trainer"] |= {"total_training_steps": 100_000, "default_local_dir": "run"}
+    options["trainer"] |= {"total_training_steps": 100_000, "save_freq": -1, "default_local_dir": "run"}
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
         stdin=subprocess.PIPE,

@@ -48,6 +48,7 @@ def hub(monkeypatch):
     """Serve a hub, and let huggingface_hub use it with a token, over LFS."""
     with hub_server() as served:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("logging.raiseExceptions", False)  # a handler of another test has a closed stream
         for name, value in {"ENDPOINT": served.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         yield served

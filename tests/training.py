@@ -83,7 +83,7 @@ def train_each(runs: Sequence[Sequence[str]]) -> None:
 
 def train_as_programs(lines: Sequence[Sequence[str]]) -> None:
     """Train by the arguments of one torchrun after the other, as each of its ranks does."""
-    from verl_ext.fsdp_sft_trainer import train as train_composed
+    from verl_ext.fsdp_sft_trainer import train_composed
     from verl_ext.trainer.start import compose_and_run
 
     for line in lines:
