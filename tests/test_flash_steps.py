@@ -1,8 +1,9 @@
-"""Training steps on strict stand-ins of flash kernels and of NCCL, with the kernel of a real run.
+"""Training steps of every mechanism on strict stand-ins of flash kernels and of NCCL, with the kernel of a real run.
 
 A step's gradients may be twice as far from those in fp32 as the same step's on sdpa in half precision.
 """
 
+import pickle
 import sys
 from functools import cache
 from typing import NamedTuple
@@ -22,13 +23,17 @@ from tests.flash_stand_ins import (
 from tests.nccl_rules import NcclRules
 from tests.ranks import run_ranks
 from tests.reference import pack_row, tree_row
+from tests.reference_pairs import PairReference, unit_row
 from tests.small_models import write_small_models
 from tests.test_parity import DOCUMENTS, GROUPS, TRIES
+from tests.test_preference_parity import LOSSES, PACKS, options_of
+from tests.tiny_model import write_tiny_model
 from verl_ext.attention import KernelDevice, packed, unusable
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossOptions, LossSpec
 from verl_ext.trainer.batch import StepCollator
-from verl_ext.trainer.objective import Objective
+from verl_ext.trainer.objective import Objective, PreferenceObjective
+from verl_ext.trainer.preference import PreferenceCollator
 
 BF16 = "engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}"
 BACKENDS = {"varlen": "torch", "flash_attn": "flash_attn", "fa3": "fa3"}  # and whose calls are counted
@@ -36,20 +41,36 @@ CATEGORIES = CategoryTable((7, 9, 11), ("gsm8k", "code", "absent"))
 
 
 class Case(NamedTuple):
-    """A step: its model, the ranks of a pack (Ulysses × groups), overrides, and what its packs hold."""
+    """A step: its model, the ranks of a pack (Ulysses × groups), overrides, what its packs hold, who has no kernel."""
 
     model: str = "tiny"
     ulysses: int = 1
     groups: int = 1
     overrides: tuple[str, ...] = ()
     packs: str = "documents"
+    on_sdpa: tuple[str, ...] = ()
 
 
 CASES = {
     "documents": Case(),
     "shared prefixes": Case(packs="tries"),
     "tiles on the host": Case(overrides=("model.tile_tokens=5", "model.activation_offload=true")),
+    "no recomputation": Case(overrides=("model.enable_gradient_checkpointing=false",)),
+    "wide heads": Case("wide", on_sdpa=tuple(BACKENDS)),
+    "windows": Case("mistral"),
     "sinks": Case("gpt_oss"),
+    "a soft cap": Case("gemma2", on_sdpa=("varlen", "fa3")),
+    "chunks": Case("llama4_text"),
+    "a hybrid": Case("qwen3_5_text"),
+    "pairs": Case(packs="cdpo"),
+    "mismatched answers": Case(packs="kto"),
+    "shared heads": Case(ulysses=2),
+    "shared heads and prefixes": Case(ulysses=2, packs="tries"),
+    "shared heads and sinks": Case("gpt_oss", ulysses=2),
+    "travelling keys": Case(groups=2),
+    "travelling keys and sinks": Case("gpt_oss", groups=2),
+    "travelling keys of a window": Case("mistral", groups=2),
+    "travelling keys of pairs": Case(groups=2, packs="dpo"),
 }
 
 
@@ -60,11 +81,17 @@ def _engine(folder: str, ulysses: int, *overrides: str):
     return build_worker(folder, ulysses, overrides).engine
 
 
-def _step(case: Case, folders: dict[str, str], *overrides: str):
+def _step(case: Case, folders: dict[str, str], rows: dict, *overrides: str):
     from tests.packed_engine import train_step
 
     context = f"parallel.context_parallel_size={case.groups}"
     engine = _engine(folders[case.model], case.ulysses, context, *case.overrides, *overrides)
+    if case.packs in LOSSES:
+        options, shares = options_of(LOSSES[case.packs]), case.groups == 1
+        categories = CategoryTable((7, 9), ("chat", "code"))
+        spec = options.spec(categories.names)
+        collate = PreferenceCollator(spec, categories, shares_prefixes=shares, options=options)
+        return train_step(engine, rows[case.packs, shares], collate, 4, "fused", PreferenceObjective(options))
     shares = case.packs == "tries"
     packs = [tree_row(p) for p in TRIES] if shares else [pack_row([DOCUMENTS[i] for i in g]) for g in GROUPS["packed"]]
     collate = StepCollator(LossSpec("token", np.ones(4)), CATEGORIES, shares_prefixes=shares)
@@ -75,13 +102,13 @@ def _gradient(step) -> torch.Tensor:
     return torch.cat([torch.empty(0), *(of_one.double().flatten() for _, of_one in sorted(step.gradients.items()))])
 
 
-def _measure(backend: str | None, names: list[str], folders: dict[str, str]) -> dict:
-    """Return each case's gradient and the calls of the backend; None gives those of sdpa in fp32 and in bf16."""
-    found = {}
+def _measure(backend: str | None, names: list[str], folders: dict[str, str], rows: bytes) -> dict:
+    """Return each case's (gradient, loss, calls of the backend); None gives those of sdpa in fp32 and in bf16."""
+    found, packs = {}, pickle.loads(rows)
     if backend is None:
         packed.set_backend("sdpa")
         for name in names:
-            exact, half = (_step(CASES[name], folders, *overrides) for overrides in ((), (BF16,)))
+            exact, half = (_step(CASES[name], folders, packs, *overrides) for overrides in ((), (BF16,)))
             found[name] = _gradient(exact), _gradient(half)
         return found
     if backend == "fa3":
@@ -96,7 +123,7 @@ def _measure(backend: str | None, names: list[str], folders: dict[str, str]) -> 
     for name in names:
         CALLS.clear()
         with NcclRules() as rules:
-            step = _step(CASES[name], folders, BF16)
+            step = _step(CASES[name], folders, packs, BF16)
         found[name] = _gradient(step), {**CALLS, "collectives": rules.calls}
     return found
 
@@ -105,7 +132,10 @@ def _measure(backend: str | None, names: list[str], folders: dict[str, str]) -> 
 def steps(tiny_model, tmp_path_factory):
     """Return a function for the steps of a backend, by case, that runs each number of ranks once."""
     folder = tmp_path_factory.mktemp("models")
-    folders = {"tiny": str(tiny_model), **write_small_models(["gpt_oss"], folder, tiny_model)}
+    kinds = {case.model for case in CASES.values()} - {"tiny", "wide"}
+    folders = {"tiny": str(tiny_model), "wide": str(write_tiny_model(folder / "wide", head_dim=264))}
+    folders |= write_small_models(sorted(kinds), folder, tiny_model)
+    rows = pickle.dumps(_rows_of_pairs(str(tiny_model), folder))
     found: dict[str | None, dict] = {}
 
     def of(backend: str | None) -> dict:
@@ -113,11 +143,29 @@ def steps(tiny_model, tmp_path_factory):
             steps = {}
             for ranks in sorted({case.ulysses * case.groups for case in CASES.values()}):
                 names = [name for name, case in CASES.items() if case.ulysses * case.groups == ranks]
-                steps |= run_ranks(_measure, ranks, backend, names, folders)[0]
+                steps |= run_ranks(_measure, ranks, backend, names, folders, rows)[0]
             found[backend] = steps
         return found[backend]
 
     return of
+
+
+def _rows_of_pairs(model: str, folder) -> dict:
+    """Return the packs of each loss of preferences, with documents that share their beginnings and without."""
+    from tests.reference import load_eager
+
+    other = write_tiny_model(folder / "reference", seed=1)
+    units = [unit for pack in PACKS[False] for unit in pack]
+    reference, rows = PairReference(load_eager(model), load_eager(str(other)), units), {}
+    for loss in {case.packs for case in CASES.values()} & set(LOSSES):
+        sums = [[reference.reference_sums(unit, LOSSES[loss]) for unit in pack] for pack in PACKS[False]]
+        for shares in (False, True):
+            packs = [unit_row(pack, of, shares) for pack, of in zip(PACKS[False], sums, strict=True)]
+            for row, pack in zip(packs, PACKS[False], strict=True):
+                between = [other for _, other in reference.mismatched(pack)]
+                row["mismatched_reference"] = torch.tensor([sum(between)]).double()
+            rows[loss, shares] = packs
+    return rows
 
 
 def _of_call(**changes):
@@ -198,7 +246,11 @@ def test_a_step_makes_calls_that_a_kernel_takes_and_has_the_gradients_of_sdpa(ba
     exact, half = steps(None)[name]
     found, calls = steps(backend)[name]
     assert float((found - exact).norm()) <= 2 * float((half - exact).norm()) + 1e-6 * float(exact.norm())
+    case = CASES[name]
     assert calls["collectives"] > 0
     calls = {kernel: count for kernel, count in calls.items() if kernel != "collectives"}
-    taken = "torch" if backend == "flash_attn" and "sinks" in name else BACKENDS[backend]
-    assert set(calls) == {taken}
+    if backend in case.on_sdpa:
+        assert not calls
+    else:
+        taken = "torch" if backend == "flash_attn" and "sinks" in name else BACKENDS[backend]
+        assert set(calls) == {taken}
