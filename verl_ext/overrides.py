@@ -24,12 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 _SPELLED = re.compile(r"_U([0-9A-F]{6})_")
 _BRACKETS = (("[", "]"), ("{", "}"))
 _QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
-_READ_OTHERWISE = rf"(?!(?i:null|true|false|inf|nan)\Z|.*{_SPELLED.pattern})"
-_PLAIN = re.compile(rf"{_READ_OTHERWISE}[A-Za-z_/][\w./@-]*", re.ASCII)  # a text that needs no quotes
-_PLAIN_NAME = re.compile(rf"{_READ_OTHERWISE}[A-Za-z_]\w*", re.ASCII)
-_NAME = re.compile(rf"(?!(?i:null|true|false|inf|nan)\Z|.*{_SPELLED.pattern})[A-Za-z_]\w*", re.ASCII)
-_PLAIN = re.compile(rf"{_PLAIN_NAME.pattern}[\w./@-]*", re.ASCII)
-_NAME = re.compile(rf"(?!.*{_SPELLED.pattern})[A-Za-z_]\w*", re.ASCII)
+_PLAIN_NAME = re.compile(rf"(?!(?i:null|true|false|inf|nan)\Z|.*{_SPELLED.pattern})[A-Za-z_]\w*", re.ASCII)
+_PLAIN = re.compile(rf"{_PLAIN_NAME.pattern}[\w./@-]*", re.ASCII)  # a text that needs no quotes
 _NAME = re.compile(rf"(?<=[{{,])\s*({_QUOTED.pattern})\s*(?=:)")  # a quoted name; Hydra allows quotes only for values
 
 

@@ -124,7 +124,7 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Iterator[st
 
 
 def _is_on_hub(path: str) -> bool:
-    """Tell whether a model's path names a repository that this machine has read from the Hub."""
+    """Tell whether a path names a repository in the Hub's cache here."""
     if os.path.exists(path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         return False
     return isinstance(try_to_load_from_cache(path, "config.json"), str)

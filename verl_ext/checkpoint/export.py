@@ -39,12 +39,9 @@ from verl_ext.layers.towers import auto_class
 from verl_ext.options import DataError, first_line
 
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
-# Files of a tokenizer that transformers does not write anew, but other programs read.
-_OF_ADDED = ("added_tokens.json", "special_tokens_map.json")  # which lack new tokens
-_OF_TOKENIZER = (
-    *("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *_OF_ADDED,
-)
+# Files of a tokenizer that transformers does not write anew, but other programs read; the second ones lack new tokens.
+_OF_TOKENIZER = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
+_OF_ADDED = ("added_tokens.json", "special_tokens_map.json")
 # Files of an export that belong to merged weights, not to adapters.
 _OF_WEIGHTS = ("model*.safetensors*", "config.json", _GENERATION, "*.py")
 
@@ -81,7 +78,7 @@ class Export:
         if self.chats.template is not None:
             (folder / _TEMPLATE).write_text(self.chats.template, encoding="utf-8")
         options = engine.model_config
-        files = _OF_TOKENIZER if not getattr(options, "new_pieces", {}) else _OF_TOKENIZER[: -len(_OF_ADDED)]
+        files = _OF_TOKENIZER if getattr(options, "new_pieces", {}) else (*_OF_TOKENIZER, *_OF_ADDED)
         _copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, files)
         _copy_missing(Path(options.local_path), folder)
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -362,7 +359,10 @@ def _plain_of(folder: Path, tied: bool | None, trusted: bool) -> Any:
 
 
 def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype, trusted: bool, rows: int) -> Any:
-    """Load the model that adapters were trained on, with `rows` tokens, or raise DataError."""
+    """Load the model that adapters were trained on, or raise DataError.
+
+    rows: the tokens that its embeddings and head get.
+    """
     if base is None:
         raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
     trained, found = manifest.run_state.get(BASE), digest_of_weights(base)

@@ -18,7 +18,7 @@ _WEIGHTS = ["model*.safetensors*", "adapter_model*"]
 
 
 def push_problems(repo: str) -> Iterator[str]:
-    """Yield a line if a repository's name, or the token for it, cannot be right; ask no server."""
+    """Yield a line for a wrong name or a missing token; ask no server."""
     try:
         validate_repo_id(repo)
         is_name = repo.count("/") == 1
@@ -31,7 +31,7 @@ def push_problems(repo: str) -> Iterator[str]:
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
-    """Push an export to a new or an existing repository; return its address.
+    """Push an export to a repository, which may exist; return its address.
 
     Raises:
         DataError: If the folder lacks a file, or the Hub refuses; the folder stays as it is.
@@ -55,7 +55,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
 
 
 def _missing_file(folder: Path) -> str | None:
-    """Return the name of a file that the folder should hold and does not."""
+    """Return the name of a file that the folder lacks."""
     try:
         is_adapter = json.loads((folder / EXPORT_MARKER).read_text(encoding="utf-8"))["form"] == "adapter"
     except (OSError, ValueError, KeyError):

@@ -164,7 +164,7 @@ def _name_problems(model: "Architecture", lora: Any, key: str) -> Iterator[str]:
 
 
 def _new_token_problems(model: "Architecture", lora: Any, key: str, got: str) -> Iterator[str]:
-    """Yield a line if adapters leave rows of new tokens untrained, or PEFT cannot train them beside these."""
+    """Yield a line for rows of new tokens that adapters cannot train."""
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 
     if not model.new_pieces or model.module is None:

@@ -162,7 +162,7 @@ def compose_run(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
 
 
 def complete(config: DictConfig) -> list[str]:
-    """Resolve what no machine decides of a composed config, in place; return notices.
+    """Resolve what no machine decides, in place; return notices.
 
     Raises ValueError with a line for each key that does not exist, or for the first value that cannot be resolved.
     """

@@ -285,9 +285,10 @@ def model_kind(config: Any) -> type[PackedModel]:
 
 
 def new_pieces(model: Any, tokenizer: Any = None) -> dict[int, list[int]]:
-    """Return {id of a new token: ids of its old pieces} of a model node.
+    """Return {id of a new token: ids of its old pieces}.
 
-    tokenizer: gets the new tokens, in place; None: that of the node's path is read, if there are any.
+    model: a model node. tokenizer: gets the new tokens, in place; None: that of the node's path is read, if there are
+    any.
     """
     if not model.new_tokens and not model.new_special_tokens:
         return {}

@@ -41,11 +41,11 @@ def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> P
 def new_token_problem(config: RunConfig, dataset: PackDataset) -> str | None:
     """Return a line for a folder that was tokenized with other new tokens than the model gets."""
     model = config.model_options
-    for folder in dataset.folders:
-        made, given = tokens_added(folder), [*model.new_tokens, *model.new_special_tokens]
-        if made is None or not (made or given):
-            continue
-        vocabulary = _tokenizer(model).get_vocab()
+    given = [*model.new_tokens, *model.new_special_tokens]
+    made_with = [(folder, tokens_added(folder)) for folder in dataset.folders]
+    compared = [(folder, made) for folder, made in made_with if made is not None and (made or given)]
+    vocabulary = _tokenizer(model).get_vocab() if compared else {}
+    for folder, made in compared:
         if any(vocabulary.get(token) != number for token, number in made.items()) or {*given} - {*made}:
             must = f"{' and '.join(KEYS)} must be those that {dataset.key} was tokenized with, {spell([*made])}"
             return f"{must}; got {spell(given)} for {folder}: verl-ext tokenize with these makes it again"

@@ -142,32 +142,7 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
         moved.differ("longer records are left out there: data.over_length=drop counts them in the report")
     if moved.is_on("rl"):
         _put_preferences(moved)
-    # What is trained.
-    sources.differ_by_model(moved, "base_model")
-    if moved.is_on("reinit_weights"):
-        moved.put("model.path", "random_init")
-        moved.differ(
-            "reinit_weights: first `verl-ext init-model model=FOLDER tokenizer.path=FOLDER output_dir=random_init`; "
-            f"FOLDER has the config.json and the tokenizer of {moved.get('base_model')}"
-        )
-    if moved.is_on("processor_type"):
-        moved.lack("processor_type", hf_trainer.IMAGES.lacks)
-    adapter = str(moved.get("adapter", default="")).lower()
-    if adapter in ("lora", "qlora"):
-        targets = None if moved.is_on("lora_target_linear") else moved.get("lora_target_modules")
-        hf_trainer.put_lora(moved, moved.get("lora_r", default=8), moved.get("lora_alpha", default=16), targets)
-    elif is_on(adapter):
-        moved.lack("adapter", "adapters are LoRA's")
-    if adapter == "qlora" and "load_in_4bit" not in values:
-        moved.lack("adapter", hf_trainer.QUANTIZED.lacks)
-    if moved.is_on("unfrozen_parameters"):
-        patterns = listed(moved.get("unfrozen_parameters"))
-        if not all(re.search(r"language_model|^(lm_head|embed_tokens)(\.\*)?$", str(pattern)) for pattern in patterns):
-            moved.lack("unfrozen_parameters", "model.freeze names what is not trained; towers never are")
-    if moved.is_on("peft"):
-        moved.lack("peft", "adapters begin as LoRA's do")
-    if is_on(config := moved.get("model_config")):
-        moved.put("model.override_config", mapping("model_config", config))
+    _read_model(moved)
     sizes = [number(moved.get(name, default=1), 1) for name in _SIZES]
     if moved.ranks is None and max(sizes) > 1:
         moved.ranks = int(math.prod(sizes))
@@ -194,6 +169,40 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
         moved.lack("do_causal_lm_eval", "eval.prompts has prompts to answer while training")
     if moved.is_on("train_on_inputs") and not moved.is_on("pretraining_dataset"):
         moved.lack("train_on_inputs", "prompts are not learnt; text records are learnt whole")
+    _read_tokens(moved)
+
+
+def _read_model(moved: Moved) -> None:
+    """Translate the model, its adapters and what is frozen."""
+    sources.differ_by_model(moved, "base_model")
+    if moved.is_on("reinit_weights"):
+        moved.put("model.path", "random_init")
+        moved.differ(
+            "reinit_weights: first `verl-ext init-model model=FOLDER tokenizer.path=FOLDER output_dir=random_init`; "
+            f"FOLDER has the config.json and the tokenizer of {moved.get('base_model')}"
+        )
+    if moved.is_on("processor_type"):
+        moved.lack("processor_type", hf_trainer.IMAGES.lacks)
+    adapter = str(moved.get("adapter", default="")).lower()
+    if adapter in ("lora", "qlora"):
+        targets = None if moved.is_on("lora_target_linear") else moved.get("lora_target_modules")
+        hf_trainer.put_lora(moved, moved.get("lora_r", default=8), moved.get("lora_alpha", default=16), targets)
+    elif is_on(adapter):
+        moved.lack("adapter", "adapters are LoRA's")
+    if adapter == "qlora" and "load_in_4bit" not in moved.values:
+        moved.lack("adapter", hf_trainer.QUANTIZED.lacks)
+    if moved.is_on("unfrozen_parameters"):
+        patterns = listed(moved.get("unfrozen_parameters"))
+        if not all(re.search(r"language_model|^(lm_head|embed_tokens)(\.\*)?$", str(pattern)) for pattern in patterns):
+            moved.lack("unfrozen_parameters", "model.freeze names what is not trained; towers never are")
+    if moved.is_on("peft"):
+        moved.lack("peft", "adapters begin as LoRA's do")
+    if is_on(config := moved.get("model_config")):
+        moved.put("model.override_config", mapping("model_config", config))
+
+
+def _read_tokens(moved: Moved) -> None:
+    """Translate the chat template, new tokens and the ends of turns."""
     template = str(moved.get("chat_template", default="tokenizer_default"))
     if template.startswith("tokenizer_default_fallback_"):
         moved.differ(f"chat_template={template}: the tokenizer's own; without one, chat_template=NAME must be given")
