@@ -9,6 +9,7 @@ import torch
 
 from verl_ext.losses import (
     PREFERENCE_MODES,
+    LossOptions,
     PreferenceOptions,
     Units,
     checked_formula,
@@ -246,6 +247,15 @@ def test_a_mistake_in_the_options_is_one_line(values, line):
     with pytest.raises(ValueError, match=f"^{line}") as error:
         PreferenceOptions.read(values)
     assert "\n" not in str(error.value)
+
+
+def test_a_subclass_that_declares_no_modes_takes_none_of_its_base():
+    lenient = type("Lenient", (PreferenceOptions,), {"problems": lambda self: ()})
+    for mode in PREFERENCE_MODES:
+        assert (
+            type(PreferenceOptions.read({"mode": mode})) is type(LossOptions.read({"mode": mode})) is PreferenceOptions
+        )
+        assert type(lenient.read({"mode": mode})) is lenient
 
 
 def test_a_loss_of_the_users_own_replaces_the_formula_and_is_tried_first(tmp_path):

@@ -128,9 +128,9 @@ class LossOptions(Options):
     @classmethod
     @override
     def read(cls, values: Mapping[str, Any], **overrides: Any) -> "LossOptions":  # type: ignore[override]
-        """Read the options of the class whose modes have `mode`."""
+        """Read the options of the class that declares `mode` among its modes."""
         mode = plain(values).get("mode")
-        kind = next((kind for kind in cls.__subclasses__() if mode in kind.modes), cls)
+        kind = next((kind for kind in cls.__subclasses__() if mode in vars(kind).get("modes", ())), cls)
         return super(LossOptions, kind).read(values, **overrides)
 
     def problems(self) -> Iterable[str | None]:
