@@ -21,15 +21,21 @@ from verl_ext.endpoint.client import Client
 from verl_ext.tables import aligned
 from verl_ext.text.word_count import count_words, language_of
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
-from verl_ext.tools.synthesis.corpus import Intervals
 from verl_ext.tools.synthesis.items import SourceItem, drawn
-from verl_ext.tools.synthesis.lengths import SMALL_NUMBER, asked_range, mentions_length, range_score
+from verl_ext.tools.synthesis.lengths import (
+    FORMS,
+    SMALL_NUMBER,
+    AskedLengths,
+    Writing,
+    asked_range,
+    mentions_length,
+    range_score,
+)
 from verl_ext.tools.synthesis.overlap import SHINGLE, runs_of_words
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, question_and_answer, refused_in_words
 from verl_ext.tools.synthesis.scorers import Scorer
 
-FORMS = ("sequential", "parallel", "both")
 # What is asked of an instruction from real logs (LongWriter, 3.2), and the outcome of an answer that leaves it out.
 _SELECTED = {"harmful": "harmful|有害", "scraping": "scraping|抓取", "long": "long|长文"}
 _LEFT_OUT = {"harmful": ("toxic", True), "scraping": ("scraping", True), "long": ("not_long", False)}
@@ -102,54 +108,6 @@ def cleaned_paragraph(text: str) -> str:
         for pattern in _ABOVE:
             text = pattern.sub("", text, count=1).strip()
     return _BELOW.sub("", text).strip()
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How long texts are written.
-
-    Attributes:
-        form: one of FORMS.
-        edges: those of the intervals of words over which lengths asked for and written are spread; empty: no spread.
-        least_words: the words that a good answer must exceed, as a model judges; None: no model selects.
-    """
-
-    form: str = FORMS[0]
-    edges: Sequence[int] = ()
-    least_words: int | None = None
-
-    @property
-    def intervals(self) -> Intervals | None:
-        """The intervals of lengths in words."""
-        return Intervals(tuple(self.edges)) if self.edges else None
-
-    def counted(self, seed: int) -> "tuple[Intervals, AskedLengths] | None":
-        """Return the intervals, and what counts the words that an instruction asks for."""
-        return None if self.intervals is None else (self.intervals, AskedLengths(seed, self.edges))
-
-
-@dataclass(frozen=True)
-class AskedLengths:
-    """The counter of words that instructions ask for, as a corpus counts tokens.
-
-    An instruction that says nothing about length has one drawn from the intervals.
-    """
-
-    seed: int
-    edges: Sequence[int]
-
-    def count(self, text: str) -> int:
-        """Return the number of words asked for, the middle of a range; 0 if several are."""
-        asked = asked_range(text)
-        if asked is not None:
-            return sum(asked) // 2
-        return 0 if mentions_length(text) else self.drawn(text)
-
-    def drawn(self, text: str) -> int:
-        """Return a length in hundreds of words from a drawn interval."""
-        place = drawn(self.seed, text, "interval") % (len(self.edges) - 1)
-        low, high = self.edges[place : place + 2]
-        return low + 100 * (drawn(self.seed, text, "length") % max((high - low) // 100, 1))
 
 
 @dataclass

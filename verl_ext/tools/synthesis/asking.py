@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from verl_ext.endpoint.answer import OUTCOMES, Usage
 from verl_ext.endpoint.client import Client, EndpointOptions
@@ -17,15 +17,12 @@ from verl_ext.files import json_lines
 from verl_ext.options import one_line
 from verl_ext.tables import aligned
 from verl_ext.tools.synthesis.corpus import Corpus, Intervals
-from verl_ext.tools.synthesis.encoder import EncoderOptions
+from verl_ext.tools.synthesis.encoder import ClassifierOptions, EncoderOptions
 from verl_ext.tools.synthesis.items import SourceItem
+from verl_ext.tools.synthesis.lengths import Writing
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings
-
-if TYPE_CHECKING:
-    from verl_ext.tools.synthesis.agentwrite import Writing
-    from verl_ext.tools.synthesis.joined import ClassifierOptions
-    from verl_ext.tools.synthesis.preferences import Pairing
+from verl_ext.tools.synthesis.scorers import Pairing
 
 SHOWN = 100  # characters of a preview's prompt and answer
 AHEAD = 4  # items that are in progress for each concurrent request
@@ -48,9 +45,9 @@ class Work:
     intervals: Intervals | None
     store_path: str
     path: Path
-    pairing: "Pairing | None" = None  # of preferences
-    writing: "Writing | None" = None  # of agentwrite
-    classifier: "ClassifierOptions | None" = None  # of glm_long_documents
+    pairing: Pairing | None = None  # of preferences
+    writing: Writing | None = None  # of agentwrite
+    classifier: ClassifierOptions | None = None  # of glm_long_documents
 
 
 @dataclass

@@ -1,12 +1,14 @@
-"""A sentence encoder in a folder, such as E5, GTE, BGE."""
+"""The models of joined documents: a sentence encoder in a folder, such as E5, and what names classes."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.cache import fingerprint
 from verl_ext.endpoint.answer import Answer, answer_from_embedding, with_embedding
+from verl_ext.endpoint.client import EndpointOptions
 from verl_ext.endpoint.store import Store
 from verl_ext.options import Options, UsageError, first_line, option
 from verl_ext.text.tokenizing import file_facts
@@ -37,6 +39,37 @@ class EncoderOptions(Options):
         "glm_long_documents: tokens at a document's start that are embedded, counted by model.path's tokenizer",
         least=1,
     )
+
+
+@dataclass(frozen=True)
+class ClassifierEndpoint(EndpointOptions):
+    """The server and the model that name classes."""
+
+    prefix: ClassVar[str] = "classifier.endpoint"
+
+
+@dataclass(frozen=True)
+class ClassifierOptions(Options):
+    """How documents get their classes, the first of GLM-Long's two stages."""
+
+    prefix: ClassVar[str] = "classifier"
+
+    classes: list[str] = option(
+        [], "glm_long_documents: classes of which a model names each document's; []: by class_field or source"
+    )
+    endpoint: ClassifierEndpoint = option(ClassifierEndpoint, "server that names the classes")
+    max_tokens: int = option(1024, "tokens at a document's start that the model reads", least=1)
+
+    def class_problems(self) -> Iterator[str]:
+        """Yield a line for each mistake in the classes and their server."""
+        if not self.classes:
+            if self.endpoint.base_url or self.endpoint.model:
+                yield "classifier.classes must be given with classifier.endpoint; got none"
+            return
+        names = [name.strip().casefold() for name in self.classes]
+        if len(names) < 2 or len(set(names)) < len(names) or not all(names):
+            yield f"classifier.classes must be two or more different names; got {self.classes}"
+        yield from self.endpoint.endpoint_problems()
 
 
 class LocalEncoder:

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from verl_ext.endpoint.answer import Usage
 from verl_ext.endpoint.spending import Price
-from verl_ext.tools.synthesis.agentwrite import AskedLengths, Writing
 from verl_ext.tools.synthesis.items import SourceItem
-from verl_ext.tools.synthesis.lengths import asked_range, mentions_length
+from verl_ext.tools.synthesis.lengths import AskedLengths, Writing, asked_range, mentions_length
 from verl_ext.tools.synthesis.records import Settings
 
 ANSWER, PROMPT, TOKENS_A_WORD, PARAGRAPH = 400, 150, 1.4, 500

@@ -15,17 +15,17 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryFile
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.endpoint.answer import DONE, Answer, Unparsable
-from verl_ext.endpoint.client import Client, EndpointOptions
+from verl_ext.endpoint.client import Client
 from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
 from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
-from verl_ext.options import DataError, Options, option
+from verl_ext.options import DataError
 from verl_ext.text.word_count import language_of
 from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, count_spending, in_order
 from verl_ext.tools.synthesis.corpus import Intervals
@@ -33,37 +33,6 @@ from verl_ext.tools.synthesis.encoder import LocalEncoder
 from verl_ext.tools.synthesis.items import SourceItem, drawn
 
 SEPARATOR = "\n\n"
-
-
-@dataclass(frozen=True)
-class ClassifierEndpoint(EndpointOptions):
-    """The server and the model that name classes."""
-
-    prefix: ClassVar[str] = "classifier.endpoint"
-
-
-@dataclass(frozen=True)
-class ClassifierOptions(Options):
-    """How documents get their classes, the first of GLM-Long's two stages."""
-
-    prefix: ClassVar[str] = "classifier"
-
-    classes: list[str] = option(
-        [], "glm_long_documents: classes of which a model names each document's; []: by class_field or source"
-    )
-    endpoint: ClassifierEndpoint = option(ClassifierEndpoint, "server that names the classes")
-    max_tokens: int = option(1024, "tokens at a document's start that the model reads", least=1)
-
-    def class_problems(self) -> Iterator[str]:
-        """Yield a line for each mistake in the classes and their server."""
-        if not self.classes:
-            if self.endpoint.base_url or self.endpoint.model:
-                yield "classifier.classes must be given with classifier.endpoint; got none"
-            return
-        names = [name.strip().casefold() for name in self.classes]
-        if len(names) < 2 or len(set(names)) < len(names) or not all(names):
-            yield f"classifier.classes must be two or more different names; got {self.classes}"
-        yield from self.endpoint.endpoint_problems()
 
 
 def parse_class(text: str, classes: Sequence[str]) -> str:

@@ -1,9 +1,14 @@
-"""The length that a writing instruction asks for, read or mentioned."""
+"""The length that a writing instruction asks for, and those that texts get."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from verl_ext.text.word_count import length_score
+from verl_ext.tools.synthesis.corpus import Intervals
+from verl_ext.tools.synthesis.items import drawn
+
+FORMS = ("sequential", "parallel", "both")
 
 LEAST_WORDS = 100  # a smaller number before "words" or 字 is not taken for the length of a long text
 _SMALL_NAMES = (
@@ -169,3 +174,51 @@ def _chinese(text: str) -> int | None:
         elif part == "万":
             total, current, unit, is_digit = (total + current) * 10_000, 0.0, 10_000, False
     return round(total + current * (unit / 10 if is_digit and unit > 10 else 1))
+
+
+@dataclass(frozen=True)
+class AskedLengths:
+    """The counter of words that instructions ask for, as a corpus counts tokens.
+
+    An instruction that says nothing about length has one drawn from the intervals.
+    """
+
+    seed: int
+    edges: Sequence[int]
+
+    def count(self, text: str) -> int:
+        """Return the number of words asked for, the middle of a range; 0 if several are."""
+        asked = asked_range(text)
+        if asked is not None:
+            return sum(asked) // 2
+        return 0 if mentions_length(text) else self.drawn(text)
+
+    def drawn(self, text: str) -> int:
+        """Return a length in hundreds of words from a drawn interval."""
+        place = drawn(self.seed, text, "interval") % (len(self.edges) - 1)
+        low, high = self.edges[place : place + 2]
+        return low + 100 * (drawn(self.seed, text, "length") % max((high - low) // 100, 1))
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How long texts are written.
+
+    Attributes:
+        form: one of FORMS.
+        edges: those of the intervals of words over which lengths asked for and written are spread; empty: no spread.
+        least_words: the words that a good answer must exceed, as a model judges; None: no model selects.
+    """
+
+    form: str = FORMS[0]
+    edges: Sequence[int] = ()
+    least_words: int | None = None
+
+    @property
+    def intervals(self) -> Intervals | None:
+        """The intervals of lengths in words."""
+        return Intervals(tuple(self.edges)) if self.edges else None
+
+    def counted(self, seed: int) -> tuple[Intervals, AskedLengths] | None:
+        """Return the intervals, and what counts the words that an instruction asks for."""
+        return None if self.intervals is None else (self.intervals, AskedLengths(seed, self.edges))

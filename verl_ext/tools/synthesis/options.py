@@ -13,14 +13,15 @@ from verl_ext.text.read.sources import FORMATS, local_path
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.synthesis import agentwrite, glm_long, longalign
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
-from verl_ext.tools.synthesis.encoder import EncoderOptions
+from verl_ext.tools.synthesis.encoder import ClassifierOptions, EncoderOptions
 from verl_ext.tools.synthesis.estimate import ESTIMATED
-from verl_ext.tools.synthesis.joined import ClassifierOptions, write_joined
+from verl_ext.tools.synthesis.joined import write_joined
+from verl_ext.tools.synthesis.lengths import FORMS, Writing
 from verl_ext.tools.synthesis.overlap import Passages
-from verl_ext.tools.synthesis.preferences import PAIRS, Pairing, write_preferences
+from verl_ext.tools.synthesis.preferences import PAIRS, write_preferences
 from verl_ext.tools.synthesis.prompts import PUBLISHED
 from verl_ext.tools.synthesis.records import Settings
-from verl_ext.tools.synthesis.scorers import ScorerOptions
+from verl_ext.tools.synthesis.scorers import Pairing, ScorerOptions
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 
 REPORT = "report.yaml"  # `tokenize` does not take a file of this name for records
@@ -118,7 +119,7 @@ class SynthesizeOptions(OutputOptions):
         "sequential",
         "agentwrite: sequential: each paragraph continues the text so far | parallel: each is written from the plan"
         " alone, all at once | both: the report compares them, and the records are sequential",
-        choices=agentwrite.FORMS,
+        choices=FORMS,
     )
     word_intervals: list[Any] = option(
         [],
@@ -262,9 +263,9 @@ class SynthesizeOptions(OutputOptions):
         return Pairing(*given, self.scorer)
 
     @property
-    def writing(self) -> agentwrite.Writing:
+    def writing(self) -> Writing:
         """How long texts are written."""
-        return agentwrite.Writing(self.paragraphs, tuple(self.word_intervals), self.select)
+        return Writing(self.paragraphs, tuple(self.word_intervals), self.select)
 
     @property
     def store_path(self) -> str:

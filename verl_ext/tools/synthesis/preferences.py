@@ -21,22 +21,10 @@ from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
 from verl_ext.tools.synthesis.items import SourceItem, drawn
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, refused_in_words
-from verl_ext.tools.synthesis.scorers import Scorer, ScorerOptions
+from verl_ext.tools.synthesis.scorers import Pairing, Scorer
 
 PAIRS = ("best_worst", "best_random", "all", "best")
 _BINS = (0, 0.5, 1, 2, 5, 10, 20, 50)  # lower edges of the report's gaps of scores
-
-
-@dataclass(frozen=True)
-class Pairing:
-    """How many answers are asked for, how scored, and how paired."""
-
-    answers: int
-    pair: str
-    min_gap: float
-    min_scored: int
-    keep_given: bool
-    scorer: ScorerOptions
 
 
 @dataclass

@@ -74,6 +74,18 @@ class ScorerOptions(Options):
         return list(self.endpoint.endpoint_problems()) if self.asks else []
 
 
+@dataclass(frozen=True)
+class Pairing:
+    """How many answers are asked for, how scored, and how paired."""
+
+    answers: int
+    pair: str
+    min_gap: float
+    min_scored: int
+    keep_given: bool
+    scorer: ScorerOptions
+
+
 @dataclass
 class Scorer:
     """A scorer of answers, inside `opened`.
