@@ -10,12 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import save_file
 from transformers import Qwen3Config
 
+from verl_ext.config.architecture import Architecture
 from verl_ext.config.check import check_run
 from verl_ext.config.compose import complete, compose
 from verl_ext.config.model import ModelFacts
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
-from verl_ext.config.support import Architecture, model_support_problems
+from verl_ext.config.support import model_support_problems
 from verl_ext.overrides import parsed_words
 
 

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tests.checked import support_problems
-from verl_ext.config.support import Architecture
+from verl_ext.config.architecture import Architecture
 from verl_ext.layers.trial import shrunk, trial_model
 from verl_ext.options import first_line
 

@@ -23,9 +23,10 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from tests.checked import changed as overridden_by
 from tests.checked import checked, sound_run, typed
+from verl_ext.config.architecture import Architecture
 from verl_ext.config.check import check_categories, check_positions, model_positions
 from verl_ext.config.compose import compose
-from verl_ext.config.support import Architecture, attention_dropout, model_notices
+from verl_ext.config.support import attention_dropout, model_notices
 from verl_ext.config.weights import weight_problems
 from verl_ext.losses import LossOptions
 

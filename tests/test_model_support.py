@@ -11,9 +11,10 @@ from transformers.models.olmo2 import modeling_olmo2
 
 from tests.checked import support_problems
 from tests.small_models import KINDS, model_class, model_config
+from verl_ext.config.architecture import Architecture
 from verl_ext.config.check import read_hf_config
 from verl_ext.config.newer import FIRST_VERSION, untried
-from verl_ext.config.support import Architecture, chosen_backend
+from verl_ext.config.support import chosen_backend
 from verl_ext.layers import MIXERS
 from verl_ext.layers.trial import isolation_problem, trial_model
 

@@ -15,6 +15,7 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.config.check import preference_problems
 from verl_ext.config.compose import compose
+from verl_ext.config.model import QwenTitansModel
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine
 from verl_ext.engines.new_rows import rows_with
@@ -177,7 +178,7 @@ def test_a_plan_knows_the_rows_of_new_tokens(good, config):
 def test_a_model_with_memory_and_a_reference_take_no_new_tokens(model):
     given = ["parallel=cpu", "data.train_dir=D", f"model.path={model}", "model.new_tokens=[w]"]
     config = resolve_run(compose([*given, "data=babilong", "model=qwen_titans"]), Machine())
-    lines = [*filter(None, config.model.config_problems(config))]
+    lines = [*filter(None, QwenTitansModel.config_problems(config))]
     assert any(line.startswith("model.new_tokens must be [] with model=qwen_titans") for line in lines)
     preferences = [*given, "data=preference", "data.max_tokens=64", "loss=dpo", f"reference.path={model}"]
     config = resolve_run(compose(preferences), Machine())

@@ -19,8 +19,9 @@ from tests.checked import checked, typed
 from tests.ranks import run_ranks
 from verl_ext.attention import packed as _packed  # noqa: F401 - registers it
 from verl_ext.attention.kernels import PACKED_ATTENTION
+from verl_ext.config.architecture import Architecture
 from verl_ext.config.compose import compose
-from verl_ext.config.support import Architecture, model_notices, option_problems
+from verl_ext.config.support import model_notices, option_problems
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.tiles import TiledModule, tile, tileable
 from verl_ext.parallel.shards import document_layout

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from verl_ext.config.best import is_of_answers
+from verl_ext.config.model import model_kind
 from verl_ext.config.run import RunConfig, TrainerOptions
 from verl_ext.data.dataset import CONTENT, DIGEST, PackDataset
 from verl_ext.data.options import DataOptions
@@ -59,10 +60,11 @@ def run_facts(
     values, optim = config.values, config.values["optim"]
     # The weights have a meaning only in this model, so these facts count even for a measurement.
     model = {f"model.config.{key}": value for key, value in model_shape(hf_config).items()}
-    if (memory := config.model.memory_settings(hf_config)) is not None:
+    kind = model_kind(values)
+    if (memory := kind.memory_settings(hf_config)) is not None:
         model.pop("model.config.memory", None)  # contains settings that another run of the same weights may change
         model[MEMORY] = memory
-    model |= shared_options(values, [config.model])
+    model |= shared_options(values, [kind])
     if base is not None:
         model[BASE] = base
     if config.trainer.eval_only:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl_ext.config.architecture import Architecture
 from verl_ext.engines.lora import LoraOptions, given_settings
 from verl_ext.engines.new_rows import ROWS, embeddings_and_head, is_whole, trained_rows
 from verl_ext.engines.optimizer import rate_problems
@@ -17,7 +18,6 @@ from verl_ext.options import first_line, nearest_hint, options_of, plain, spell
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
-    from verl_ext.config.support import Architecture
 
 # Variants of LoRA whose training needs more than the layers' own forward, or an input that packs lack.
 _NOT_TRAINED = (
@@ -45,7 +45,7 @@ def with_adapters(model: torch.nn.Module, peft_config: Any) -> Any:
     return adapted
 
 
-def lora_problems(config: "RunConfig", model: "Architecture") -> list[str]:
+def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
     """List adapters whose modules are missing, or cannot be trained or exported.
 
     The latter are the input embeddings, and a head that shares their weights. PEFT cannot train rows of new tokens in a
@@ -121,7 +121,7 @@ def _setting_problems(settings: Mapping[str, Any], adapter: str | None, targets:
             yield f"model.{name} must be {default} with {why}; got {spell(settings[name])}"
 
 
-def _name_problems(model: "Architecture", lora: Any, key: str) -> Iterator[str]:
+def _name_problems(model: Architecture, lora: Any, key: str) -> Iterator[str]:
     """Yield a line for the first name that the text model lacks.
 
     PEFT passes over such a name, so that a typo would train less.
@@ -163,7 +163,7 @@ def _name_problems(model: "Architecture", lora: Any, key: str) -> Iterator[str]:
             yield f"{of_modules} must name layers of {whose} with adapters; got {layer}"
 
 
-def _new_token_problems(model: "Architecture", lora: Any, key: str, got: str) -> Iterator[str]:
+def _new_token_problems(model: Architecture, lora: Any, key: str, got: str) -> Iterator[str]:
     """Yield a line for rows of new tokens that adapters cannot train."""
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 
@@ -208,7 +208,7 @@ def _variant_problems(lora: Any, adapter: str) -> Iterator[str]:
         )
 
 
-def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> Iterator[str]:
+def _merge_problems(config: "RunConfig", model: Architecture, lora: Any) -> Iterator[str]:
     """Yield a line if adapters do not fit, or cannot be merged."""
     module: Any = copy.deepcopy(model.module)
     key, got = "model.lora_adapter_path", config.model_options.lora_adapter_path
@@ -238,7 +238,7 @@ def _merge_problems(config: "RunConfig", model: "Architecture", lora: Any) -> It
             )
 
 
-def _trial(model: "Architecture", lora: Any, adapted: Any) -> str | None:
+def _trial(model: Architecture, lora: Any, adapted: Any) -> str | None:
     """Return the error of a small model with adapters, or None.
 
     PEFT puts other modules around those whose parameters have adapters; without such there is no trial.

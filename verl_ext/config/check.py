@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from verl_ext.config.best import is_of_answers
-from verl_ext.config.model import ModelFacts, override
+from verl_ext.config.model import ModelFacts, model_kind, override
 from verl_ext.config.newer import FIRST_VERSION
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies
 from verl_ext.config.schema import foreign_option_problems
-from verl_ext.config.support import CP, SP, model_class
+from verl_ext.config.support import CP, SP
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import held_back, weight_problems
 from verl_ext.engines.activations import NEEDS_CHECKPOINTS
@@ -30,6 +30,7 @@ from verl_ext.engines.optimizer import OWN, built_optimizer, step_problem
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
+from verl_ext.layers.towers import model_class
 from verl_ext.losses import PREFERENCE_MODES, PreferenceOptions
 from verl_ext.options import check_choice, choice_problem, first_line, refuse, spell
 
@@ -51,6 +52,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     Raises:
         ValueError: If there are mistakes, with a line for each.
     """
+    kind = model_kind(config.values)
     problems: list[str | None] = [
         *data_problems(config),
         batch_problem(config, config.machine.world_size),
@@ -61,7 +63,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
         *library_problems(config),
         *fixed_value_problems(config.values),
         *preference_problems(config),
-        *config.model.config_problems(config),
+        *kind.config_problems(config),
     ]
     if config.trainer.eval_only and config.trainer.overwrite:
         problems.append("trainer.overwrite must be false with trainer.eval_only=true, which replaces no run; got true")
@@ -70,10 +72,10 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
     model = None
     if hf_config is not None or (path and not _is_missing(path)):
         try:
-            model = config.model.examine(config, _hf_config(config, path) if hf_config is None else hf_config)
+            model = kind.examine(config, _hf_config(config, path) if hf_config is None else hf_config)
             problems += wrap_problems(config, model.hf_config)
             if config.eval.asks_model:
-                problems += config.model.answer_problems(config, model.hf_config)
+                problems += kind.answer_problems(config, model.hf_config)
         except ValueError as error:
             problems += str(error).splitlines()
     refuse(problems)

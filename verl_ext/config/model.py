@@ -19,10 +19,12 @@ from verl.workers.config import HFModelConfig
 
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config import support
+from verl_ext.config.architecture import Architecture
 from verl_ext.config.rope import set_rope_parameters
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import ModelNode, check_weights, dequantize
 from verl_ext.engines.new_rows import add_to_config
+from verl_ext.layers.towers import model_class
 from verl_ext.models.qwen_titans import (
     MemoryOptions,
     QwenTitansConfig,
@@ -47,6 +49,7 @@ class ModelFacts:
     """The facts of a run's model before its weights are read.
 
     Attributes:
+        kind: the class of the model node, which declares the needs of this kind of model.
         hf_config: the Hugging Face config that the run uses.
         backend: the attention kernel.
         head: the implementation of the output head.
@@ -57,6 +60,7 @@ class ModelFacts:
         new_tokens: the number of new tokens.
     """
 
+    kind: "type[PackedModel]"
     hf_config: Any
     backend: str
     head: str
@@ -143,7 +147,7 @@ class PackedModel(HFModelConfig, ModelNode):
         dequantize(hf_config)
         source, pieces = copy.deepcopy(hf_config), new_pieces(config.model_options)
         add_to_config(hf_config, pieces)
-        model = support.Architecture(hf_config, pieces)
+        model = Architecture(hf_config, pieces)
         refuse(support.model_support_problems(model))
         problems = list(support.option_problems(config, model))
         backend = config.attention.backend
@@ -156,7 +160,7 @@ class PackedModel(HFModelConfig, ModelNode):
         notices = list(support.model_notices(config, model, head))
         is_open = getattr(config.dataset, "share_prefixes", False) is None
         not_shared = next(support.sharing_problems(config, model), None) if is_open else None
-        return ModelFacts(hf_config, backend, head, model.module, notices, not_shared, source, len(pieces))
+        return ModelFacts(cls, hf_config, backend, head, model.module, notices, not_shared, source, len(pieces))
 
     @classmethod
     def check_weights(cls, config: "RunConfig", hf_config: Any) -> list[str]:
@@ -166,16 +170,16 @@ class PackedModel(HFModelConfig, ModelNode):
         and OSError if the Hub does not answer.
         """
         path, override = config.model_folder, dict(config.model_options.override_config)
-        model_class = support.model_class(hf_config)
-        if model_class is None or getattr(hf_config, "quantization_config", None):
+        named = model_class(hf_config)
+        if named is None or getattr(hf_config, "quantization_config", None):
             return []
         override.pop(_ATTENTION, None)
-        return check_weights(model_class, hf_config, path, config.model_options.allow_weight_mismatch, override)
+        return check_weights(named, hf_config, path, config.model_options.allow_weight_mismatch, override)
 
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
         """Yield a line for each reason against answering `eval.prompts` in training."""
-        yield support.answering_problem(support.Architecture(hf_config))
+        yield support.answering_problem(Architecture(hf_config))
 
     @classmethod
     def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
@@ -246,7 +250,8 @@ class QwenTitansModel(PackedModel):
         refuse([*problems, *_memory_problems(config.model_options.memory_checkpoint, titans)])
         with torch.device("meta"):
             module = QwenTitansForCausalLM(titans)
-        return ModelFacts(titans, backend="sdpa", head="targets", module=module, notices=[])  # transformers' attention
+        # Attention is transformers' own.
+        return ModelFacts(cls, titans, backend="sdpa", head="targets", module=module, notices=[])
 
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:

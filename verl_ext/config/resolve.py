@@ -69,7 +69,7 @@ def resolve_run(composed: DictConfig, machine: Machine) -> RunConfig:
     unread = [f"ray.{name}" for name in config.ray.changed()]
     if unread and "TORCHELASTIC_RUN_ID" in os.environ and "VERL_EXT_RAY_NODES" not in os.environ:
         notices.append(f"{', '.join(unread)}: without effect here: torchrun has MAX_RESTARTS of its own")
-    defaults = {entry.name: entry.default for entry in fields(config.model)}
+    defaults = {entry.name: entry.default for entry in fields(model_kind(config.values))}
     lora = ("lora_alpha", "target_modules", "target_parameters", "exclude_modules")
     changed = [name for name in lora if getattr(config.model_options, name, defaults[name]) != defaults[name]]
     unused = [f"model.{name}" for name in (*changed, *given_settings(config.model_options))]

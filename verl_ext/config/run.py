@@ -20,7 +20,6 @@ from verl.workers.config import FSDPEngineConfig
 from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions
 from verl_ext.config.best import EARLY_STOP, KEEP_BEST, BestOptions, EarlyStopOptions, RunCheckpointConfig
-from verl_ext.config.model import PackedModel, model_kind
 from verl_ext.config.upstream import upstream_problems
 from verl_ext.config.weights import ModelNode
 from verl_ext.custom import custom_object
@@ -232,7 +231,6 @@ class RunConfig:
     Attributes:
         data: the options that all dataset families have.
         dataset: the options of `dataset_class`.
-        model: the class of the model node, which declares the needs of this kind of model.
         model_options: the keys of that node by name; verl's class itself would load the model's config and tokenizer.
         engine, optim, checkpoint: verl's own dataclasses.
         machine: the machine of the run.
@@ -250,7 +248,6 @@ class RunConfig:
     trainer: TrainerOptions
     ray: RayOptions
     eval: AnswerOptions
-    model: type[PackedModel]
     model_options: Any
     engine: FSDPEngineConfig
     optim: StepOptimizerConfig
@@ -286,7 +283,7 @@ class RunConfig:
         typed = {**values, **{name: {**values[name], "_target_": target} for name, target in _TARGETS.items()}}
         for name in ("engine", "optim", "checkpoint"):
             nodes[name] = omega_conf_to_dataclass(OmegaConf.create(typed[name]))
-        return cls(**nodes, model=model_kind(values), machine=machine or Machine(), values=values)
+        return cls(**nodes, machine=machine or Machine(), values=values)
 
     def sharing(self, problem: str | None) -> "RunConfig":
         """Return this config with null `data.share_prefixes` decided by a problem, if any."""

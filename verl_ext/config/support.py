@@ -3,10 +3,8 @@
 It is read from the config.json and the classes, before weights are loaded.
 """
 
-import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +15,17 @@ from verl_ext.answers.generation import generation_problem
 from verl_ext.attention import AttentionNeeds, KernelDevice, choose_backend, fallback_notices, flash_limit
 from verl_ext.attention.rope import same_frequencies_in_all_layers_up_to
 from verl_ext.config.adapters import lora_problems
+from verl_ext.config.architecture import Architecture
 from verl_ext.engines.head import cheapest_head
 from verl_ext.engines.new_rows import embeddings_and_head
 from verl_ext.engines.optimizer import rate_problems
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
 from verl_ext.engines.tiles import tileable, untileable
 from verl_ext.flops import windowed_layers
-from verl_ext.layers import MIXERS, SCANS, mixers_of, torch_forms, unknown_mixers
+from verl_ext.layers import MIXERS, SCANS, mixers_of, unknown_mixers
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.scans import kernels_problem
-from verl_ext.layers.towers import auto_class, freeze, model_class, outside_text, text_parts
+from verl_ext.layers.towers import auto_class, freeze, outside_text, text_parts
 from verl_ext.layers.trial import isolation_problem, sharing_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.options import first_line, spell
@@ -44,66 +43,6 @@ _ELSEWHERE = {  # computed outside query, key and value, where packed attention 
     "doge": "an attention mask that it computes",
     "deepseek_v4": "an attention mask that it computes",
 }
-
-
-class Architecture:
-    """A causal language model, by its Hugging Face config and its classes.
-
-    Attributes:
-        hf_config: the config.
-        text: the part of the config that describes the language model.
-        new_pieces: {the id of a new token: the ids of its old pieces}.
-    """
-
-    def __init__(self, hf_config: Any, new_pieces: Mapping[int, list[int]] | None = None) -> None:
-        self.hf_config, self.text, self.new_pieces = hf_config, hf_config.get_text_config(), new_pieces or {}
-
-    @property
-    def name(self) -> str:
-        """The name of the config's class."""
-        return type(self.hf_config).__name__
-
-    @cached_property
-    def cls(self) -> Any:
-        """The model's class in transformers; None for remote code or unknown configs."""
-        try:
-            return model_class(self.hf_config)
-        except ImportError as error:  # of a package that is installed and that the class would use, which comes first
-            got = f"torch {torch.__version__} ({first_line(error.__cause__ or error)})"
-            raise ValueError(f"model.path: the class of a {self.name} must be importable; got {got}") from error
-
-    @cached_property
-    def module(self) -> Any:
-        """The model on the meta device; None without a class."""
-        if self.cls is None:
-            return None
-        with torch.device("meta"), torch_forms(self.cls):
-            return self.cls(copy.deepcopy(self.hf_config))
-
-    @property
-    def heads(self) -> tuple[int, int] | None:
-        """(query heads, key/value heads); None if the config names none."""
-        heads = getattr(self.text, "num_attention_heads", None)
-        return (heads, getattr(self.text, "num_key_value_heads", None) or heads) if heads else None
-
-    @property
-    def head_size(self) -> int:
-        """The size per head of queries and keys, which latent attention splits."""
-        if rotated := getattr(self.text, "qk_rope_head_dim", None):
-            return self.text.qk_nope_head_dim + rotated
-        if self.heads is None:
-            return 128  # for a model without attention
-        return getattr(self.text, "head_dim", None) or self.text.hidden_size // self.heads[0]
-
-    @property
-    def softcap(self) -> float | None:
-        """The soft cap of the attention logits; None without one."""
-        return getattr(self.text, "attn_logit_softcapping", None)
-
-    @property
-    def has_sinks(self) -> bool:
-        """Whether attention has sinks, one learned logit per head (GPT-OSS)."""
-        return self.module is not None and any(name.endswith(".sinks") for name, _ in self.module.named_parameters())
 
 
 def model_support_problems(model: Architecture) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from verl_ext.answers.prompts import Prompts
 from verl_ext.config.check import model_positions
+from verl_ext.config.model import model_kind
 from verl_ext.config.run import RunConfig
 from verl_ext.data.chats import tokens_added
 from verl_ext.data.dataset import PackDataset, open_datasets
@@ -29,7 +30,7 @@ def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> P
     if options.prompts is None:
         return None
     prompts = Prompts.read(options, _tokenizer(config.model_options), folders)
-    positions = model_positions(hf_config) if options.asks_model and config.model.needs_positions else None
+    positions = model_positions(hf_config) if options.asks_model and model_kind(config.values).needs_positions else None
     if positions is not None and prompts.longest + options.max_new_tokens > positions:
         raise ValueError(
             f"eval.max_new_tokens must be at most {positions - prompts.longest}, what the longest prompt of "

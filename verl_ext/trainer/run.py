@@ -125,7 +125,7 @@ class Run:
         if self.config.trainer.eval_only:
             return validated
         packs, micro = self.packs, self.config.data.micro_batch_size_per_gpu
-        if self.config.model.runs_longest:  # no rank waits for another's longer row, because it computes as much itself
+        if self.model.kind.runs_longest:  # no rank waits for another's longer row, because it computes as much itself
             packs = replace(packs, costs=np.ones(len(packs.costs)))
         steps = step_facts(packs, self.plan, self.config.data_parallel_size, micro)
         use = {"use": [vars(row) for row in self.use]}
@@ -141,7 +141,7 @@ class Run:
             "runs_on": what_runs(self.config, self.model.backend, self.model.head),
             "plan": {**plan, "is_balanced": self.plan.costs is not None},
             "cost": astuple(self.cost),
-            "runs_longest": self.config.model.runs_longest,
+            "runs_longest": self.model.kind.runs_longest,
             "digest": self.train_set.digest,
             "data_parallel_size": self.config.data_parallel_size,
             "total_steps": self.total_steps,

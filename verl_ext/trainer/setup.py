@@ -70,7 +70,7 @@ def prepare(composed: DictConfig) -> Run:
     with user_errors_end_the_run():
         if is_rank0:
             check_weight_files(config)
-            differing = config.model.check_weights(config, model.source or model.hf_config)
+            differing = model.kind.check_weights(config, model.source or model.hf_config)
             config = replace(config, notices=(*config.notices, *differing))
             if trains:
                 refuse_locked(Path(config.trainer.default_local_dir))
@@ -157,7 +157,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
                 must = f"reference.path must have a vocabulary with the token ids of {dataset.key}, up to {highest}"
                 refuse([f"{must}; got one of {size} in {path}"] if highest >= size else [])
                 refuse(weight_problems(path, "reference.path") if os.path.isdir(path) else [])
-            if config.model.needs_positions:
+            if model.kind.needs_positions:
                 check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
             if reserved := [name for name in dataset.categories.names if name in RESERVED]:
                 raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")

@@ -120,7 +120,7 @@ class SFTTrainer:
 
     def _build_client(self) -> TrainingWorker:
         """Build verl's worker around the engine of the model."""
-        select_engine(self.config.model.engine_vendor)
+        select_engine(self.run.model.kind.engine_vendor)
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, equally on every rank
         client = self._build_worker(self.config.values)

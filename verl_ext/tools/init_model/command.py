@@ -109,7 +109,9 @@ def _tokenizer_lines(options: TokenizerOptions, tokenizer: Any, text: TrainingTe
 
 
 def _model_notes(config: Any, num_tokens: int) -> Iterator[str]:
-    from verl_ext.config.support import Architecture, model_support_problems  # slow, because it imports verl
+    # Here, because they import verl, which takes seconds.
+    from verl_ext.config.architecture import Architecture
+    from verl_ext.config.support import model_support_problems
 
     if config.vocab_size > num_tokens:
         rows = f"{config.vocab_size:,} rows of the vocabulary, of which the tokenizer uses {num_tokens:,}"

@@ -80,7 +80,7 @@ def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
     world_size = run.config.machine.world_size
     reserve = num_bytes(plan.reserve) or 0
     facts: dict[str, Any] = {"world_size": world_size, "gpu_memory": memory, "reserve": reserve, "remedies": []}
-    if failed := run.config.model.memory_not_predicted:
+    if failed := run.model.kind.memory_not_predicted:
         yield facts | {"failed": failed}
         return
     with Predictor() as predictor:
@@ -190,7 +190,7 @@ def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
     shards, is_target = SequenceShards(sp // context, context), _is_target(longest)
     padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
     rank = int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())  # the first rank with the most targets
-    return Job(values, steps, world_size, rank, run.model.backend, run.config.model.engine_vendor, ranks_of_node)
+    return Job(values, steps, world_size, rank, run.model.backend, run.model.kind.engine_vendor, ranks_of_node)
 
 
 def other_steps(run: Run) -> list[list[StepBatch]]:

@@ -49,7 +49,7 @@ class SavingHook(Hook):
         watch.mark("the end of the run", "trainer.save_timeout")
         done = max(self.trainer.first_step, self.trainer.last_step)  # an earlier run may have trained further
         with _failed_end():
-            memory = self.run.config.model.memory_settings(self.run.model.hf_config)
+            memory = self.run.model.kind.memory_settings(self.run.model.hf_config)
             save_final_memory(self.trainer.engine, self.run.output, done, memory)
         if missing := self.trainer.checkpoints.not_copied:
             raise RunFailed(
