@@ -29,6 +29,9 @@ VENV := .venv$(TORCH:%=-torch-%)$(TRANSFORMERS:%=-transformers-%)
 BIN := $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
+# With the newest pip: releases before 23.1, which Python 3.10 and 3.11 bring, may search for hours for versions that fit.
+NEW_VENV := -m venv --upgrade-deps
+
 .PHONY: help quickstart test test-all durations test-gpu test-newest test-chaos fuzz cluster verl-versions verl-nightly test-trl test-triton lint bench bench-quick clean distclean
 
 help:
@@ -92,7 +95,7 @@ verl-nightly: $(VENV)/bin/python
 		[ "$$(sort -V <<<"$(TRIED_VERL)"$$'\n'"$$newest" | tail -1)" != $(TRIED_VERL) ] || { \
 			echo "No wheel of verl is newer than $(TRIED_VERL), with which all tests run"; exit 0; }; \
 	fi; \
-	$(BIN)/python -m venv .venv-verl-nightly; new=.venv-verl-nightly/bin/python; \
+	$(BIN)/python $(NEW_VENV) .venv-verl-nightly; new=.venv-verl-nightly/bin/python; \
 	$$new -m pip install --quiet $(WITH_TORCH) -e '.[test]'; $$new -m pip install --quiet "$$wheel"; \
 	$$new -m pytest -n 2 --dist loadfile $(OF_VERL:%=tests/test_%.py) $(PYTEST_ARGS)
 
@@ -133,13 +136,13 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || { \
 		echo "PYTHON must be a Python 3.10 to 3.12; got '$(PYTHON)' ($$($(PYTHON) --version 2>&1))." \
 		     "Try: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) $(NEW_VENV) $(VENV)
 
 # What these versions of verl were released beside: they need numpy 1 and a transformers with Qwen2-VL's older names,
 # which this package's own requirements exclude (--no-deps), and its datasets do not need.
 .venv-verl-%/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing verl $* into .venv-verl-$*: once, a few minutes"
-	$(BIN)/python -m venv .venv-verl-$*
+	$(BIN)/python $(NEW_VENV) .venv-verl-$*
 	.venv-verl-$*/bin/python -m pip install --quiet 'verl==$*' 'torch>=2.11,<2.14' 'transformers>=4.56,<5' \
 		'datasets>=4,<5' 'pyarrow>=19,<23' pytest rich orjson uvicorn fastapi cachetools
 	.venv-verl-$*/bin/python -m pip install --quiet --no-deps -e .
@@ -148,7 +151,7 @@ $(VENV)/bin/python:
 # The tests call methods of trainers that are not public, so that another version of TRL may need other tests.
 .venv-trl/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing TRL into .venv-trl: once, a few minutes"
-	$(BIN)/python -m venv .venv-trl
+	$(BIN)/python $(NEW_VENV) .venv-trl
 	.venv-trl/bin/python -m pip install --quiet 'trl==1.16.0' 'torch>=2.11,<2.14' 'transformers>=5.5.3,<5.11' \
 		pytest omegaconf typing-extensions xxhash orjson
 	.venv-trl/bin/python -m pip install --quiet --no-deps -e .
@@ -157,7 +160,7 @@ $(VENV)/bin/python:
 # A build of torch without CUDA brings no Triton. The tests change its interpreter, so that another version may need others.
 .venv-triton/.installed: pyproject.toml | $(VENV)/bin/python
 	@echo "Installing verl-ext[test,gpu,hybrid] into .venv-triton: once, a few minutes"
-	$(BIN)/python -m venv .venv-triton
+	$(BIN)/python $(NEW_VENV) .venv-triton
 	.venv-triton/bin/python -m pip install --quiet $(WITH_TORCH) 'triton==3.7.1' -e '.[test,gpu,hybrid]'
 	@touch $@
 
