@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.test_rope import _BY_TYPE, POSITIONS, SHAPE
 from verl_ext.config.check import model_positions
-from verl_ext.config.model import override
+from verl_ext.config.model_override import override
 
 _YARN = {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0, "original_max_position_embeddings": 8}
 SOURCES = {  # name: values of a config; the last has a scaling of its own

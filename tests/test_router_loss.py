@@ -23,7 +23,7 @@ from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, metrics, train_alone
 from verl_ext.config.compose import compose
-from verl_ext.config.model import override
+from verl_ext.config.model_override import override
 from verl_ext.engines.router import RouterLoss, RoutingSums, router_loss
 from verl_ext.layers.trial import shrunk
 

@@ -22,7 +22,7 @@ from tests.reference import Reference, documents_of_answers, load_eager, pack_ro
 from tests.tiny_model import write_tiny_model
 from tests.training import build, into, small_run
 from verl_ext.config.check import read_hf_config
-from verl_ext.config.model import override as apply_override
+from verl_ext.config.model_override import override as apply_override
 from verl_ext.config.weights import check_weights, digest_of_weights, weight_problems
 from verl_ext.layers.towers import model_class
 from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from verl_ext.config.best import is_of_answers
-from verl_ext.config.model import ModelFacts, model_kind, override
+from verl_ext.config.model import ModelFacts, model_kind
+from verl_ext.config.model_override import override
 from verl_ext.config.newer import FIRST_VERSION
 from verl_ext.config.run import AFTER_EACH_EPOCH, RunConfig, frequencies
 from verl_ext.config.schema import foreign_option_problems

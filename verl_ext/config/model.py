@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.workers.config import HFModelConfig
@@ -20,7 +19,7 @@ from verl.workers.config import HFModelConfig
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config import support
 from verl_ext.config.architecture import Architecture
-from verl_ext.config.rope import set_rope_parameters
+from verl_ext.config.model_override import ATTENTION, OVERRIDE, override
 from verl_ext.config.upstream import fixed_value_problems
 from verl_ext.config.weights import ModelNode, check_weights, dequantize
 from verl_ext.engines.new_rows import add_to_config
@@ -32,16 +31,13 @@ from verl_ext.models.qwen_titans import (
     load_memory_checkpoint,
     settings_of_today,
 )
-from verl_ext.options import Options, choice_problem, option, plain, refuse, spell, unknown
+from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
 from verl_ext.plugin import CHUNKED, PACKED
 from verl_ext.text.tokens.new_tokens import add_tokens
 from verl_ext.text.tokens.tokenizer import ModelOptions, read_tokenizer
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
-
-_OVERRIDE = "model.override_config"
-_ATTENTION = "attn_implementation"  # verl's own key below override_config, not a field of a model's config
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class PackedModel(HFModelConfig, ModelNode):
 
     def __post_init__(self) -> None:
         given = dict(self.override_config)
-        self.override_config = {name: value for name, value in given.items() if name == _ATTENTION}
+        self.override_config = {name: value for name, value in given.items() if name == ATTENTION}
         super().__post_init__()
         self.override_config = given
         override(self.hf_config, given)
@@ -120,7 +116,7 @@ class PackedModel(HFModelConfig, ModelNode):
         Returns notices. Hugging Face's flash_attention_2 becomes the backend flash_attn. Raises ValueError for any
         other implementation, because none of them keeps the documents of a pack apart.
         """
-        key, backend = f"{_OVERRIDE}.{_ATTENTION}", config.attention.backend
+        key, backend = f"{OVERRIDE}.{ATTENTION}", config.attention.backend
         asked = OmegaConf.select(config, key)
         if asked == PACKED_ATTENTION:
             return []
@@ -173,7 +169,7 @@ class PackedModel(HFModelConfig, ModelNode):
         named = model_class(hf_config)
         if named is None or getattr(hf_config, "quantization_config", None):
             return []
-        override.pop(_ATTENTION, None)
+        override.pop(ATTENTION, None)
         return check_weights(named, hf_config, path, config.model_options.allow_weight_mismatch, override)
 
     @classmethod
@@ -212,7 +208,7 @@ class QwenTitansModel(PackedModel):
     @classmethod
     def resolve_attention(cls, config: DictConfig) -> list[str]:
         """Choose transformers' kernel, in place: within chunks, a row is one document."""
-        key, backend = f"{_OVERRIDE}.{_ATTENTION}", config.attention.backend
+        key, backend = f"{OVERRIDE}.{ATTENTION}", config.attention.backend
         asked = OmegaConf.select(config, key)
         chosen = _CHUNK_ATTENTION.get(backend, backend)  # the checks report an unknown backend
         if asked in (None, chosen):
@@ -304,60 +300,6 @@ def new_pieces(model: Any, tokenizer: Any = None) -> dict[int, list[int]]:
     return add_tokens(tokenizer, model.new_tokens, model.new_special_tokens, named.tokenizer)
 
 
-def override(hf_config: Any, values: Mapping[str, Any]) -> None:
-    """Set the values of `model.override_config` on a model's config, in place.
-
-    verl sets each value as an attribute, so `rope_theta` and misspelt keys change nothing. Here a dict updates the
-    existing one, and rotary parameters are read as in a config.json (:func:`set_rope_parameters`). If the config of a
-    model with towers lacks a key, the key belongs to its text model.
-
-    Raises:
-        ValueError: If the architecture has no such key or refuses the value.
-    """
-    given = {key: value for key, value in plain(values).items() if key != _ATTENTION}
-    if (text := hf_config.get_text_config()) is not hf_config:  # a model with towers has a config for each part
-        for part in hf_config.sub_configs:
-            if isinstance(given.get(part), dict) and getattr(hf_config, part) is not None:
-                override(getattr(hf_config, part), given.pop(part))
-        override(text, {key: given.pop(key) for key in list(given) if not hasattr(hf_config, key)})
-    asked = dict(given)
-    if isinstance(getattr(hf_config, "rope_parameters", None), dict):
-        given = set_rope_parameters(hf_config, given, _OVERRIDE)
-    kinds = getattr(hf_config, "layer_types", None) or ()
-    for key, value in given.items():
-        _set(hf_config, key, value)
-    if "num_hidden_layers" in given and "layer_types" not in given and len(set(kinds)) == 1:
-        hf_config.layer_types = list(kinds[:1]) * hf_config.num_hidden_layers
-    if asked and hasattr(hf_config, "validate"):
-        try:
-            hf_config.validate()  # checks the values together
-        except (StrictDataclassError, TypeError, ValueError) as error:
-            must = f"{_OVERRIDE} must give values that fit together"
-            raise ValueError(f"{must}; got {spell(asked)} ({_reason(error)})") from error
-
-
-def _set(hf_config: Any, key: str, value: Any) -> None:
-    routers = key == "output_router_logits" and hasattr(hf_config, "router_aux_loss_coef")  # Qwen3-VL lacks the former
-    if not hasattr(hf_config, key) and not routers and not getattr(hf_config, "auto_map", None):
-        known = ["rope_theta", *(name for name in hf_config.to_dict() if not name.startswith("_"))]
-        raise ValueError(unknown(key, known, node=_OVERRIDE, owner=type(hf_config).__name__))
-    old = getattr(hf_config, key, None)
-    if isinstance(old, dict) and isinstance(value, dict):
-        value = {**old, **value}
-    elif isinstance(old, float) and type(value) is int:
-        value = float(value)
-    try:
-        setattr(hf_config, key, value)
-    except (StrictDataclassError, TypeError, ValueError) as error:
-        must = f"{_OVERRIDE}.{key} must be one of a {type(hf_config).__name__}"
-        raise ValueError(f"{must}; got {spell(value)} ({_reason(error)})") from error
-
-
-def _reason(error: Exception) -> str:
-    """Return the last line of a config class's error, the reason."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-
-
 def titans_config(hf_config: Any, memory: Mapping[str, Any]) -> QwenTitansConfig:
     """Return a Qwen's config with `memory`, or an exported one so updated.
 
@@ -372,7 +314,7 @@ def titans_config(hf_config: Any, memory: Mapping[str, Any]) -> QwenTitansConfig
 
 def _set_attention(config: DictConfig, implementation: str) -> None:
     with open_dict(config):
-        config.model.override_config[_ATTENTION] = implementation
+        config.model.override_config[ATTENTION] = implementation
 
 
 def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:

@@ -35,7 +35,7 @@ from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
 from verl_ext.config.upstream import select
 from verl_ext.config.weights import digest_of_weights, revision, weight_problems
-from verl_ext.data import PackFacts, check_vocabulary
+from verl_ext.data import PackDataset, PackFacts, check_vocabulary
 from verl_ext.data.chats import TrainedChats
 from verl_ext.data.dataset import CONTENT
 from verl_ext.data.files_in_use import DataFiles
@@ -148,20 +148,7 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         dataset.read_together(RunRanks())
     with user_errors_end_the_run():
         for dataset in datasets:
-            refuse([new_token_problem(config, dataset)])
-            facts = dataset.facts()
-            check_vocabulary(facts.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
-            if (path := config.reference.path) is not None:
-                reference = read_hf_config(path, bool(config.model_options.trust_remote_code), "reference.path")
-                highest, size = facts.token_range[1], reference.get_text_config().vocab_size
-                must = f"reference.path must have a vocabulary with the token ids of {dataset.key}, up to {highest}"
-                refuse([f"{must}; got one of {size} in {path}"] if highest >= size else [])
-                refuse(weight_problems(path, "reference.path") if os.path.isdir(path) else [])
-            if model.kind.needs_positions:
-                check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
-            if reserved := [name for name in dataset.categories.names if name in RESERVED]:
-                raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")
-            refuse([objective_of(config.loss).data_problem(dataset)])
+            _check_data(config, model, dataset)
         check_categories(config.loss, train_set.categories.names)
         asked = () if prompts is None else {item.category: None for item in prompts.items if item.category}
         check_watched(config, () if val_set is None else val_set.categories.names, asked)
@@ -201,6 +188,24 @@ def opened(config: RunConfig, model: ModelFacts) -> Run:
         chats=chats,
         use=tuple(use),
     )
+
+
+def _check_data(config: RunConfig, model: ModelFacts, dataset: PackDataset) -> None:
+    """Raise ValueError for data that the model, the reference or the loss cannot take."""
+    refuse([new_token_problem(config, dataset)])
+    facts = dataset.facts()
+    check_vocabulary(facts.token_range, model.hf_config.get_text_config().vocab_size, dataset.key)
+    if (path := config.reference.path) is not None:
+        reference = read_hf_config(path, bool(config.model_options.trust_remote_code), "reference.path")
+        highest, size = facts.token_range[1], reference.get_text_config().vocab_size
+        must = f"reference.path must have a vocabulary with the token ids of {dataset.key}, up to {highest}"
+        refuse([f"{must}; got one of {size} in {path}"] if highest >= size else [])
+        refuse(weight_problems(path, "reference.path") if os.path.isdir(path) else [])
+    if model.kind.needs_positions:
+        check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
+    if reserved := [name for name in dataset.categories.names if name in RESERVED]:
+        raise ValueError(f"{dataset.key}: no category may be named {reserved[0]}, which is a metric")
+    refuse([objective_of(config.loss).data_problem(dataset)])
 
 
 def _resumed(run: Run, checkpoint: Path) -> Run:
