@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from verl.utils.fsdp_utils import offload_fsdp_optimizer
 
+from verl_ext.engines.sharding import local_part
 from verl_ext.files import is_inside, write_errors
 from verl_ext.options import first_line, refuse
 from verl_ext.text.read.json_records import parse_json
@@ -142,7 +143,7 @@ class HostCopies:
         return {name: self._copied(name, tensor) for name, tensor in state.items()}
 
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         memory = self._memory.get(name)
         if memory is None or (memory.shape, memory.dtype) != (local.shape, local.dtype):
             memory = torch.empty_like(local, device="cpu", pin_memory=self._stream is not None)

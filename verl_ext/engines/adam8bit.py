@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from verl_ext.engines.sharding import local_part
 
 BLOCK, LEAST_BLOCK, LEAST_NUMBERS = 256, 64, 4096  # of a block at most and at least, and of a tensor
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether there are signs
@@ -53,8 +54,8 @@ class AdamW8bit(torch.optim.Optimizer):
         if not state:
             state |= {"step": torch.tensor(0.0), **_zero_moments(parameter, block)}
         state["step"] += 1
-        local = {name: _local(value).view(-1) for name, value in state.items() if name != "step"}
-        weights, gradients = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)
+        local = {name: local_part(value).view(-1) for name, value in state.items() if name != "step"}
+        weights, gradients = local_part(parameter).view(-1), local_part(parameter.grad).reshape(-1)
         size = _SLICE // block * block if block else _SLICE
         for start in range(0, len(weights), size):
             numbers = slice(start, start + size)
@@ -155,7 +156,3 @@ def _limits(has_sign: bool) -> np.ndarray:
     candidates = np.sort(np.stack(near), axis=0)
     is_above = candidates - below >= (above - below) * np.float32(0.5)
     return candidates[is_above.argmax(0), np.arange(len(below))]
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from verl_ext.engines.sharding import local_part
+
 _BLOCK = 1 << 23  # numbers whose fp64 copy is held at a time
 
 
@@ -52,5 +54,5 @@ def _holders(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 def _blocks(gradient: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield views of a gradient's own part; an empty one once."""
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local = local_part(gradient)
     yield from local.view(-1).split(_BLOCK) if local.is_contiguous() else (local,)

@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import _muon as of_torch
 
+from verl_ext.engines.sharding import local_part
+
 MATRICES = "matrices"  # the key of a group: whether Muon steps its parameters
 
 
@@ -103,7 +105,7 @@ class MuonAdamW(torch.optim.AdamW):
         state: Any = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        gradient, momentum = _local(parameter.grad), _local(state["momentum_buffer"])
+        gradient, momentum = local_part(parameter.grad), local_part(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - self._momentum)
         direction = gradient.lerp(momentum, self._momentum) if self._nesterov else momentum
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else direction.device
@@ -114,7 +116,7 @@ class MuonAdamW(torch.optim.AdamW):
 
     def _apply(self, group: dict[str, Any], parameter: nn.Parameter, updates: Sequence[torch.Tensor]) -> None:
         """Change a rank's part of a parameter, whose parts in order are `updates`."""
-        local = _local(parameter)
+        local = local_part(parameter)
         rate = of_torch._adjust_lr(group["lr"], self._adjust, parameter.shape[-2:])
         local.mul_(1 - group["lr"] * group["weight_decay"])
         for part, update in zip(local if local.ndim == 3 else [local], updates, strict=True):
@@ -134,10 +136,6 @@ def layer_matrices(module: Any, norms: set[nn.Parameter]) -> Iterator[nn.Paramet
         is_weight = parameter.ndim == 3 or (parameter.ndim == 2 and name.endswith("weight"))
         if is_weight and parameter not in others and not name.endswith("bias"):
             yield parameter
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _sharers(parameter: Any) -> dist.ProcessGroup | None:

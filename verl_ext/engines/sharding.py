@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from verl_ext.layers import SCANS, mixers_of
 
@@ -49,6 +50,11 @@ def sharded_apart(module: Any) -> list[str]:
 
     layers = [layer for layer in module.modules() if type(layer).__name__ in names]
     return sorted({*names} - {type(layer).__name__ for layer in layers if not stands_alone(layer)})
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return a rank's part of a tensor, the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _layers(module: Any) -> set[str]:
