@@ -14,7 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.checked import support_problems
-from verl_ext.config import support
+from verl_ext.config import architecture
 from verl_ext.layers import UNAWARE, scans, torch_forms
 from verl_ext.layers.convolution import convolution_kernel, convolve_documents
 from verl_ext.layers.pack import fla_lengths, import_fla
@@ -158,6 +158,6 @@ def test_a_class_that_a_broken_package_keeps_from_its_import_is_one_line(monkeyp
     def fail(_):
         raise ModuleNotFoundError("Could not import module") from ModuleNotFoundError("No module named 'triton'")
 
-    monkeypatch.setattr(support, "model_class", fail)
+    monkeypatch.setattr(architecture, "model_class", fail)
     with pytest.raises(ValueError, match=r"^model\.path: the class of a Qwen3NextConfig must be importable; got torch"):
         support_problems(transformers.Qwen3NextConfig())
