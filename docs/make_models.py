@@ -15,7 +15,8 @@ from packaging.version import Version
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.small_models import KINDS, SIZES, model_class, model_config, refusal
-from verl_ext.config.support import Architecture, windowed_layers
+from verl_ext.config.architecture import Architecture
+from verl_ext.flops import windowed_layers
 from verl_ext.layers import mixers_of
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.trial import shrunk

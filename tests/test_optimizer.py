@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def test_optimizers_that_take_no_steps_over_shards_are_found_by_any_number_of_ra
     sound = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"]
     for found in _problems([*sound, "Adafactor", "Rprop"]), *run_ranks(_problems, 2, [*sound, "Adafactor", "Rprop"]):
         assert found[:-2] == [None] * len(sound)
-        assert all("in-place operations that require placement changes" in problem for problem in found[-2:])
+        # torch 2.11 has another reason for the second.
+        assert all(re.search("require placement changes|sharding strategy", problem) for problem in found[-2:])
 
 
 def _steps(options: dict) -> tuple[int, list[torch.Tensor]]:

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from verl_ext.answers.generation import generation_problem
@@ -68,6 +70,13 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
     if modal and (cls is None or auto_class(hf_config) is AutoModelForCausalLM):
         known = "a text model, or one of images and text that transformers has"
         yield f"{name} must be {known}; it has {', '.join(modal)}"
+    # Upstream: from 5.16 on, transformers renames these weights for the class that tells images, also in the language
+    # model, which then reads none of them. To go when it renames them by class.
+    if getattr(hf_config, "model_type", None) == "shieldgemma2" and Version(transformers.__version__) >= Version(
+        "5.16"
+    ):
+        must = "must be read by transformers before 5.16, later ones find none of its language model's weights"
+        yield f"{name} {must}; got {transformers.__version__}"
     if text.model_type in _ELSEWHERE:
         yield f"{name} must have plain causal attention; {text.model_type} uses {_ELSEWHERE[text.model_type]}"
     if asks_for_router_loss(hf_config) and not has_router_loss(cls, text):
