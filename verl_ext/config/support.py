@@ -113,7 +113,7 @@ def _layer_problems(model: Architecture) -> list[str]:
     except Exception as error:  # a class raises any error that its config causes
         cls, reason = model.cls.__name__, f"{type(error).__name__}: {first_line(error)}"
         return [f"model.path and model.override_config must give a config that {cls} takes; got {reason}"]
-    parts = [] if module is None else [part for part in text_parts(module) if part is not None]
+    parts = [] if module is None else text_parts(module)
     kinds = {type(layer).__name__ for part in parts for layer in part.modules()}
     if indexers := sorted(kind for kind in kinds if kind.endswith("Indexer")):
         return [

@@ -67,7 +67,8 @@ def text_parts(model: Any) -> list[nn.Module]:
     parts: list[nn.Module] = [part for part in models if type(part.config) is text]
     if model in parts or not parts:
         return [model]
-    return [*parts, model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # None in a class that leaves them to a part
+    return [*parts, *(end for end in ends if end is not None)]
 
 
 def outside_text(model: Any) -> list[str]:
