@@ -25,7 +25,7 @@ from benchmarks.harness import Row, equal, option, table
 from benchmarks.models import VOCABULARY, write_qwen3
 from benchmarks.training import NO_LEARNING, ModelSizes, Way, measured_rows, ratios
 
-DPO, SHARE_PREFIXES = ("data=preference", "loss=dpo"), "data.share_prefixes=true"
+DPO = ("pairs", "data=preference", "loss=dpo")  # the folder of its rows, and its options
 PROMPT_SHARE = 0.95  # of a row
 QUICK = ["hidden=128", "layers=1", "prompts=[256]", "answers=[]", "repeats=1"]
 
@@ -79,8 +79,8 @@ def compete(options: Options, prompt: int, answer: int, folder: Path) -> Row:
     write_documents(documents, folder / "rows")
     write_documents(documents, folder / "pairs", {**units, "pair_weight": np.ones(len(documents))})
     ways: dict[str, Way] = {}
-    for name, data, *own in (("sft", "rows"), ("whole", "pairs", *DPO), ("shared", "pairs", *DPO, SHARE_PREFIXES)):
+    for name, shares, data, *own in (("sft", "false", "rows"), ("whole", "false", *DPO), ("shared", "true", *DPO)):
         setting = Setting(folder / "model", folder / data, folder, budget, options.repeats + 2, (NO_LEARNING,))
-        one = setting.packed(name, *own)
+        one = setting.packed(name, *own, f"data.share_prefixes={shares}")
         ways[name] = one, [[one.load(documents, setting.data)]] * (options.repeats + 1)
     return {"rows": measured_rows(ways, options.repeats, folder / "model", np.inf)}  # SFT's loss is another
