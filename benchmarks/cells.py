@@ -12,8 +12,8 @@ import pkgutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from inspect import isgenerator
 from pathlib import Path
@@ -41,13 +41,11 @@ def in_own_process(
     if packages:
         paths = str(Path(packages).absolute()), os.environ.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-    with tempfile.TemporaryFile("w+") as errors:
-        process = _start(function, arguments, environment, group, errors)
-        found = _figures(process)
-        errors.seek(0)
-        text = errors.read().strip()
-    if process.returncode:
-        reason = (text.splitlines() or [f"exit code {process.returncode}"])[-1]
+    ended = _run(function, arguments, environment, group, subprocess.PIPE)
+    found = _figures(ended)
+    if ended.returncode:
+        text = ended.stderr.decode().strip()
+        reason = (text.splitlines() or [f"exit code {ended.returncode}"])[-1]
         found["failed"] = "out of memory" if "out of memory" in text else reason[:160]
     return found
 
@@ -63,28 +61,24 @@ def on_ranks(
         probe.bind(("127.0.0.1", 0))
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(threads)}
-    places = ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
-    processes = [_start(function, arguments, environment | place, True, None) for place in places]
-    found = [_figures(process) for process in processes]
-    if any(process.returncode for process in processes):
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    with ThreadPoolExecutor(ranks) as pool:
+        ended = list(pool.map(lambda place: _run(function, arguments, environment | place, True), places))
+    if any(rank.returncode for rank in ended):
         raise RuntimeError(f"a rank of {function.__name__} failed; its error stands above")
-    return found
+    return list(map(_figures, ended))
 
 
-def _start(function: Any, arguments: Any, environment: Mapping[str, str], group: bool, errors: Any) -> Any:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.cells", *["group"] * group],
-        **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors},
-        **{"cwd": ROOT, "env": {**os.environ, **environment}},
+def _run(function: Any, arguments: Any, environment: Mapping[str, str], group: bool, errors: Any = None) -> Any:
+    command = [sys.executable, "-m", "benchmarks.cells", *["group"] * group]
+    place = {"cwd": ROOT, "env": {**os.environ, **environment}}
+    return subprocess.run(
+        command, input=pickle.dumps((function, arguments)), stdout=subprocess.PIPE, stderr=errors, **place
     )
-    process.stdin.write(pickle.dumps((function, arguments)))
-    process.stdin.close()
-    return process
 
 
-def _figures(process: Any) -> Figures:
-    with process:
-        parts = [json.loads(line) or {} for line in process.stdout]
+def _figures(ended: Any) -> Figures:
+    parts = [json.loads(line) or {} for line in ended.stdout.splitlines()]
     return {name: figure for part in parts for name, figure in part.items()}
 
 

@@ -11,9 +11,7 @@
 The model is a Qwen3 with random weights in fp32 and AdamW.
 """
 
-import hashlib
 import shutil
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -58,12 +56,13 @@ def saved(options: Options, folder: Path) -> Iterable[Row]:
 def measure(folder: Path, repeats: int) -> Row:
     import torch.distributed as dist
 
-    from benchmarks.contestants import build_trainer, take_step, together
+    from benchmarks.contestants import Setting, take_step, together
     from verl_ext.checkpoint.layout import changed_file
     from verl_ext.checkpoint.state import load_engine
 
-    common = (f"data.max_tokens={TOKENS}", "data.train_batch_size=2", "trainer.logger=[console]")
-    trainer = build_trainer(folder, folder / "run", *common)
+    common = ("parallel=cpu", "model.enable_gradient_checkpointing=true", "data.train_batch_size=2")
+    setting = Setting(folder / "model", folder / "data", folder, TOKENS, 100, (*common, "trainer.logger=[console]"))
+    trainer = setting.packed("run").trainer
     batches = iter(list(trainer.rank.batches(trainer.run.train_set, trainer.run.plan, 0, 2 * repeats + 2)))
     first, checkpoint, manager = next(batches), folder / "run/global_step_1", trainer.engine.checkpoint_manager
     found: Row = {
@@ -73,7 +72,7 @@ def measure(folder: Path, repeats: int) -> Row:
         "verified": together(lambda: changed_file(checkpoint, dist.get_rank(), dist.get_world_size()), repeats),
         "loaded": together(lambda: load_engine(trainer.engine, checkpoint), repeats),
     }
-    aside = build_trainer(folder, folder / "aside", "checkpoint.async_save=true", *common)
+    aside = setting.packed("aside", "checkpoint.async_save=true").trainer
     trainer.checkpoints = aside.checkpoints
     take_step(aside, first, False)
     waits, during = [], []
@@ -93,13 +92,3 @@ def exported(checkpoint: Path, output: Path) -> Row:
     with measured(private=True) as memory:
         took = seconds(lambda: export(options))
     return {"seconds": took, "memory": memory["peak_mib"] * MIB / 1e9}
-
-
-@table("checksum {name} | GB/s {speed:.1f}")
-def checksums(options: Options, folder: Path) -> Iterable[Row]:
-    """Checksums over 256 MiB."""
-    import xxhash
-
-    content = np.random.default_rng(0).bytes(2**28)
-    for name, checksum in (("xxh3_128", xxhash.xxh3_128), ("crc32", zlib.crc32), ("blake2b", hashlib.blake2b)):
-        yield {"name": name, "speed": len(content) / 1e9 / seconds(lambda checksum=checksum: checksum(content))}

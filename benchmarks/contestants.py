@@ -1,10 +1,5 @@
 """The contestants of the training tables, each with its own engine.
 
-| contestant | engine and step |
-|---|---|
-| stock | verl's `FSDPEngineWithLMHead.train_batch` with its own collator, micro-batching and `sft_loss` |
-| packed | the trainer's own step on our packs, with its category losses |
-
 All start from the same weights. Each data-parallel rank holds its share of a step.
 """
 
@@ -22,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional
 from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
 from verl.utils.device import get_device_id
 from verl.workers.engine.base import EngineRegistry
@@ -29,12 +25,14 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import sft_loss
 
-from benchmarks.documents import Document, document_lengths
+from benchmarks.documents import Document, document_lengths, write_documents
 from benchmarks.meters import seconds, wait_for_gpu
-from verl_ext.attention import unusable
+from benchmarks.models import kernel_of, kernel_of_peers, optimizer_of
 from verl_ext.config.compose import compose
 from verl_ext.config.run import worker_config
+from verl_ext.losses import HEADS
 from verl_ext.plugin import register_engine
+from verl_ext.trainer import report
 from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.run import Run
 from verl_ext.trainer.setup import prepare
@@ -52,8 +50,10 @@ EngineRegistry.register(model_type="language_model", backend="fsdp2", device=["c
 class Contestant:
     """An engine on which turns are measured, by its model's calls.
 
-    A subclass has `load`, `train`, `counts(batch)`: a loaded batch's documents, tokens without padding and targets, and
-    `lengths(positions)`: the lengths int64[n] over which attention runs in a call.
+    A subclass has `load`, `train`, `counts(batch)`: a loaded batch's documents, tokens without padding and targets,
+    `lengths(positions)`: the lengths int64[n] over which attention runs in a call, and `implementations(packed)`: the
+    names of kernel, head and optimizer, whether the mask is quadratic in rows of several documents (`packed`), and
+    whether the head computes the targets' logits alone.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -84,7 +84,7 @@ class Contestant:
 
 
 class StockContestant(Contestant):
-    """verl's parts, combined as in `verl.trainer.sft_trainer`.
+    """verl's `train_batch`, collator, micro-batching and `sft_loss`, combined as in `verl.trainer.sft_trainer`.
 
     run: gives the optimizer, precision and model path. padded: documents per micro-batch, or None for dynamic batches
     under the token budget.
@@ -95,9 +95,7 @@ class StockContestant(Contestant):
     def __init__(self, run: Run, padded: int | None) -> None:
         config = copy.deepcopy(dict(run.config.values))
         config["model"]["use_remove_padding"] = padded is None
-        # verl's own choice, if it can run here
-        attention = "flash_attention_2" if torch.cuda.is_available() and not unusable("flash_attn") else "sdpa"
-        config["model"]["override_config"]["attn_implementation"] = attention
+        config["model"]["override_config"]["attn_implementation"] = kernel_of_peers()
         os.environ["VERL_ENGINE_VENDOR"] = STOCK
         worker = TrainingWorker(worker_config(config, run.total_steps))
         worker.reset()
@@ -109,15 +107,19 @@ class StockContestant(Contestant):
 
     def load(self, documents: Sequence[Document], folder: Path | None = None) -> dict[str, Any]:
         """Make verl's rows into jagged tensors, as loaders do ahead of time."""
-        rows = []
-        for document in documents:
-            tensors = {name: torch.from_numpy(document[name]) for name in ("input_ids", "loss_mask")}
-            rows.append({**tensors, "position_ids": torch.arange(len(document["input_ids"]))})
+        rows = [{name: torch.from_numpy(of_one[name]) for name in ("input_ids", "loss_mask")} for of_one in documents]
+        rows = [{**row, "position_ids": torch.arange(len(row["input_ids"]))} for row in rows]
         return SFTTensorCollator(DatasetPadMode.NO_PADDING)(rows)
 
     def counts(self, batch: dict[str, Any]) -> tuple[int, int, int]:
         mask = batch["loss_mask"]
         return len(mask), mask.values().numel(), int(mask.values().sum())
+
+    def implementations(self, packed: bool) -> dict[str, Any]:
+        fused = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+        head = f"plain, {'flash-attn cross entropy' if fused else 'log-softmax by rows'}"
+        names = {"head": head, "optimizer": optimizer_of(self.engine.optimizer), "targets_only": False}
+        return {**kernel_of(self.engine.module, packed), **names}
 
     def lengths(self, positions: torch.Tensor) -> np.ndarray:
         return np.full(*positions.shape)  # without flash-attn it computes whole rows
@@ -141,13 +143,20 @@ class PackedContestant(Contestant):
     def __init__(self, run: Run) -> None:
         self.run, self.trainer = run, SFTTrainer(run)
         super().__init__(self.trainer.engine)
-        self.collate = run.objective.collator(run.train_set)
 
     def load(self, documents: Sequence[Document], folder: Path) -> StepBatch:
-        """Load all packs of the documents, which `folder` holds, collated."""
+        """Load all packs of the documents, collated; write `folder` unless it holds them."""
+        if not folder.is_dir():
+            write_documents(documents, folder)
         family: Any = type(self.run.train_set)
         dataset = family(str(folder), config=self.run.config.values["data"], key="data.train_dir")
-        return self.collate([dataset[pack] for pack in range(len(dataset))])
+        return self.run.objective.collator(self.run.train_set)([dataset[pack] for pack in range(len(dataset))])
+
+    def implementations(self, packed: bool) -> dict[str, Any]:
+        head = max(self.run.config.loss.head, self.engine.cheapest_head, key=HEADS.index)
+        names = report.implementations(self.run.config, self.run.model.backend, head)
+        ran = dict(zip(("kernel", "head", "optimizer"), names, strict=True))
+        return {**ran, "quadratic": False, "targets_only": ran["head"] != "plain"}
 
     def counts(self, batch: StepBatch) -> tuple[int, int, int]:
         documents = (batch.position_ids.diff(prepend=batch.position_ids.new_full((1,), -2)) != 1) & (batch.copies > 0)
@@ -180,22 +189,14 @@ class Setting:
         return StockContestant(self._run(name), padded)
 
     def packed(self, name: str, *overrides: str) -> PackedContestant:
-        return PackedContestant(self._run(name, "data.strategy=best_fit", *overrides))
+        return PackedContestant(self._run(name, *overrides))
 
     def _run(self, name: str, *overrides: str) -> Run:
         where = (f"model.path={self.model}", f"data.train_dir={self.data}", f"data.max_tokens={self.budget}")
-        how = ("model.enable_gradient_checkpointing=false", "parallel=auto", "data.pad_mode=no_padding")
+        how = ("model.enable_gradient_checkpointing=false", "data.pad_mode=no_padding", "data.num_workers=0")
         steps = (f"trainer.total_training_steps={self.steps}", "optim.lr_warmup_steps=0")
         output = f"trainer.default_local_dir={self.output / name}"
         return prepare(compose((*where, *how, *steps, output, *self.overrides, *overrides)))
-
-
-def build_trainer(folder: Path, output: Path, *overrides: str) -> SFTTrainer:
-    """Build a trainer of `folder`/model on `folder`/data, on the CPU."""
-    where = (f"data.train_dir={folder / 'data'}", f"model.path={folder / 'model'}", "parallel=cpu")
-    return SFTTrainer(
-        prepare(compose((*where, "data.num_workers=0", f"trainer.default_local_dir={output}", *overrides)))
-    )
 
 
 def take_step(trainer: SFTTrainer, batch: StepBatch, summed: bool = True) -> StepOutcome:

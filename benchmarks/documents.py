@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-from datasets import Dataset, Features, List, Value
 from numpy.typing import NDArray
+
+from verl_ext.text.arrow_folder import DatasetWriter
+from verl_ext.text.tokens.documents import Documents
 
 LONG_SHARE = 0.1
 MEDIAN_SHARE = 1 / 64  # median of a short document, as a share of the budget
 SIGMA = 0.8  # standard deviation of the logarithm of a short document's length
 SHORTEST_LONG_SHARE = 1 / 8
 SHORTEST = 4
-_KINDS = {"input_ids": "int32", "loss_mask": "int8", "category_ids": "int32"}
-_FEATURES = Features({**{name: List(Value(kind)) for name, kind in _KINDS.items()}, "length": Value("int32")})
 _BATCH, _SPREAD, _MOST_CATEGORIES = 1 << 15, 0.6, 4  # documents of a record batch; standard deviation of log(length)
 
 Document = dict[str, np.ndarray]  # input_ids, loss_mask, category_ids: int64[length]
@@ -53,10 +52,15 @@ def long_tailed_lengths(count: int, budget: int, rng: np.random.Generator) -> tu
     return lengths.clip(SHORTEST, budget), long
 
 
+def document_of(ids: Any, prompt: int, category: int = 1) -> Document:
+    """Return a document whose targets are the tokens after the first `prompt` ones."""
+    targets = np.arange(len(ids)) >= prompt
+    columns = {"loss_mask": targets.astype(np.int64), "category_ids": targets * np.int64(category)}
+    return {"input_ids": np.asarray(ids), **columns}
+
+
 def random_document(length: int, vocabulary: int, rng: np.random.Generator, category: int = 1) -> Document:
-    targets = np.arange(length) >= length - max(length // 4, 1)
-    ids = rng.integers(0, vocabulary, length)
-    return {"input_ids": ids, "loss_mask": targets.astype(np.int64), "category_ids": targets * np.int64(category)}
+    return document_of(rng.integers(0, vocabulary, length), length - max(length // 4, 1), category)
 
 
 def make_documents(count: int, budget: int, vocabulary: int, rng: np.random.Generator) -> list[Document]:
@@ -71,10 +75,14 @@ def document_lengths(position_ids: Any) -> np.ndarray:
     return np.diff(np.append(np.flatnonzero(positions == 0), len(positions)))
 
 
-def write_documents(documents: Sequence[Document], folder: Path) -> None:
-    """Write a tokenized folder of one row a document, in their order."""
-    columns = [np.concatenate([document[name] for document in documents]) for name in _KINDS]
-    _write_folder(folder, [(np.array([len(document["input_ids"]) for document in documents]), *columns)])
+def write_documents(documents: Sequence[Document], folder: Path, units: Any = None) -> None:
+    """Write a tokenized folder of one row a document, in their order.
+
+    units: {column of preferences: a value for each document}.
+    """
+    lengths = np.array([len(document["input_ids"]) for document in documents])
+    columns = (np.concatenate([of_one[name] for of_one in documents]) for name in documents[0])
+    _write_folder(folder, [(lengths, *columns)], units)
     (folder / "categories.json").write_text(json.dumps({"1": "short", "2": "long"}))
 
 
@@ -86,26 +94,23 @@ def write_many_documents(folder: Path, documents: int, mean_tokens: int, vocabul
     rng = np.random.default_rng(seed)
 
     def batch(count: int) -> tuple[np.ndarray, ...]:
-        lengths = rng.lognormal(np.log(mean_tokens) - _SPREAD**2 / 2, _SPREAD, count).astype(np.int32).clip(2)
+        lengths = rng.lognormal(np.log(mean_tokens) - _SPREAD**2 / 2, _SPREAD, count).astype(np.int64).clip(2)
         to_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(lengths.sum())  # of each token, 1 at the last
         mask = to_end <= np.repeat(np.maximum(lengths // 4, 1), lengths)
-        category = np.repeat(rng.integers(1, _MOST_CATEGORIES + 1, count, dtype=np.int32), lengths) * mask
-        return lengths, rng.integers(0, vocabulary, len(mask), dtype=np.int32), mask, category
+        category = np.repeat(rng.integers(1, _MOST_CATEGORIES + 1, count), lengths) * mask
+        return lengths, rng.integers(0, vocabulary, len(mask)), mask, category
 
     _write_folder(folder, (batch(min(_BATCH, documents - first)) for first in range(0, documents, _BATCH)))
 
 
-def _write_folder(folder: Path, batches: Iterable[tuple[np.ndarray, ...]]) -> None:
-    """Write batches of documents: lengths, then their tokens' ids, mask and categories."""
-    schema = _FEATURES.arrow_schema
-    Dataset(schema.empty_table()).save_to_disk(str(folder))  # writes the two JSON files, but no shard for no rows
-    for stray in folder.glob("*.arrow"):
-        stray.unlink()
-    with pa.OSFile(str(folder / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-        for lengths, *columns in batches:
-            offsets = pa.array(np.append(0, np.cumsum(lengths)).astype(np.int32))
-            flat = [pa.array(column.astype(kind)) for column, kind in zip(columns, _KINDS.values(), strict=True)]
-            rows = [pa.ListArray.from_arrays(offsets, values) for values in flat]
-            stream.write_batch(pa.RecordBatch.from_arrays([*rows, pa.array(lengths.astype(np.int32))], schema=schema))
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({**state, "_data_files": [{"filename": "data.arrow"}]}))
+def _write_folder(folder: Path, batches: Iterable[tuple[np.ndarray, ...]], units: Any = None) -> None:
+    """Write batches of documents: lengths, then their tokens' ids, mask and categories.
+
+    Because tokens have categories of their own, the folder has no facts of documents: a start scans its tokens.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = DatasetWriter(folder)
+    for lengths, ids, mask, categories in batches:
+        tokens = ids.astype(np.int32), mask.astype(np.int8), lengths, None, lengths, np.zeros_like(lengths)
+        writer.add(Documents(1, 0, *tokens, categories.astype(np.int32), units=units))
+    writer.close()

@@ -109,14 +109,13 @@ class Table:
     """A table of a benchmark; `rows(options, folder)` measures it.
 
     columns: headings, each with the format of a row's figures, with " | " between them. on_request: made only if
-    --table names it. may_fail: a row may fail for other reasons than a missing package. notes: makes text above rows.
+    --table names it. may_fail: a row may fail for other reasons than a missing package.
     """
 
     rows: Callable[[Any, Path], Iterable[Row]]
     columns: str
     on_request: bool = False
     may_fail: bool = False
-    notes: Callable[[Sequence[Row]], str] = lambda rows: ""
 
     def text(self, rows: Sequence[Row]) -> str:
         parts = [column.partition("{") for column in self.columns.split(" | ")]
@@ -127,8 +126,7 @@ class Table:
                 line[max((at for at, cell in enumerate(line) if cell == "–"), default=-1)] = row["failed"]
             lines.append(line)
         title = f"## {self.rows.__name__}: {(self.rows.__doc__ or '').splitlines()[0]}"
-        body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return "\n\n".join(filter(None, [title, self.notes(rows), body]))
+        return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines)])
 
     def failures(self, rows: Sequence[Row]) -> list[str]:
         reasons = [row["failed"] for row in rows if "failed" in row and not self.may_fail]

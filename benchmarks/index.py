@@ -1,4 +1,4 @@
-"""Megatron's indexed format: building it, its sample index, blends, random samples.
+"""Megatron's indexed format: building it, its sample index, random samples.
 
 megatron-core is compared if it is installed; both must write the same bytes, build the same indices and read the same
 tokens, or the run ends. Text, tokenizer and corpora are made up.
@@ -7,7 +7,6 @@ tokens, or the run ends. Text, tokenizer and corpora are made up.
 |---|---|---|---|
 | `build` | `verl-ext index` | a pool, one document a call, its builder, as `preprocess_data.py` works | tokens/s |
 | `samples` | the three indices of an epoch | GPTDataset's | seconds of one core; private MiB above the lengths |
-| `blend` | the order of samples by Megatron's rule | its compiled loop | seconds |
 | `reads` | a random sample through a warm map | the same; a whole row is `GPTDataset[i]`, tensors and masks | µs |
 
 `build` is also compared with the tokenizer's own batch call on texts in memory, its threads on all cores. Both builders
@@ -20,23 +19,21 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.cells import ROOT, in_own_process
+from benchmarks.cells import in_own_process
 from benchmarks.harness import Row, Sizes, Turns, option, table, take_turns
-from benchmarks.meters import measured, seconds
-from benchmarks.texts import first_line, write_texts
-from verl_ext.data.stream.megatron.blend import megatron_blend_order, normalised
+from benchmarks.meters import measured, run_command, seconds
+from benchmarks.texts import write_texts
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.samples import build_sample_indices
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
@@ -47,10 +44,8 @@ SEED = 1234
 SIGMA = 0.6  # standard deviation of the logarithm of a document's length
 READS_PER_TURN = 500
 LINES_PER_JOB = 32  # as in preprocess_data.py
-QUICK = [
-    *("megabytes=0.5", "workers=1", "repeats=1", "tokens=50000", "seq_len=32", "mean_tokens=[20]"),
-    *("read_tokens=20000", "reads=10", "blend_samples=200", "blend_sources=[4]"),
-]
+QUICK = ["megabytes=0.5", "workers=1", "repeats=1", "tokens=50000", "seq_len=32", "mean_tokens=[20]"]
+QUICK += ["read_tokens=20000", "reads=10"]
 
 
 class Options(Sizes):
@@ -60,8 +55,6 @@ class Options(Sizes):
     tokens: int = option(10**9, "tokens of the sample index")
     mean_tokens: list[int] = option([200, 2000], "tokens of a document, on average, a row each")
     seq_len: int = option(1024, "tokens of a sample")
-    blend_samples: int = option(10**6, "samples of a blend")
-    blend_sources: list[int] = option([3, 100], "sources of a blend, a row each")
     read_tokens: int = option(5 * 10**7, "tokens of the corpus that samples are read from")
     reads: int = option(20_000, "samples that are read")
 
@@ -83,25 +76,24 @@ def peer() -> Any:
 def build(options: Options, folder: Path) -> Iterable[Row]:
     """Text to .bin and .idx."""
     lines, texts = write_texts(options.megabytes, VOCABULARY, folder, np.random.default_rng(SEED))
-    one, tokenizer_folder = first_line(lines), str(folder / "tokenizer")
-    tokenizer = text_tokenizer(tokenizer_folder)
-    counts: set[int] = set()
+    one, path = folder / "one.jsonl", str(folder / "tokenizer")
+    one.write_text(json.dumps({"text": texts[0]}) + "\n")
+    tokenizer, counts = load_tokenizer(ModelOptions(path)), set()
 
     def tokenizer_alone() -> tuple[float, float]:
         os.environ["TOKENIZERS_PARALLELISM"] = "true"  # for this process; workers turn it off
         return seconds(lambda: counts.add(sum(map(len, tokenizer(texts)["input_ids"])))), 0.0
 
-    def whole(builder: Callable[[Path], None]) -> tuple[float, float]:
+    def whole(builder: Callable[[Path], Any]) -> tuple[float, float]:
         start, took = seconds(lambda: builder(one)), seconds(lambda: builder(lines))
         return took - start, start
 
     def ours(source: Path) -> None:
         command = [sys.executable, "-m", "verl_ext", "index", f"sources={{texts:{source}}}", "overwrite=true"]
-        command += [f"output_dir={folder / OURS}", f"model.path={tokenizer_folder}", f"num_workers={options.workers}"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        run_command([*command, f"output_dir={folder / OURS}", f"model.path={path}", f"num_workers={options.workers}"])
 
     def theirs(source: Path) -> None:
-        ended = in_own_process(build_as_peer, source, tokenizer_folder, folder / PEER, options.workers)
+        ended = in_own_process(build_as_peer, source, path, folder / PEER, options.workers)
         if "failed" in ended:
             raise RuntimeError(f"{PEER}: {ended['failed']}")
 
@@ -110,12 +102,12 @@ def build(options: Options, folder: Path) -> Iterable[Row]:
     turns = take_turns(contestants, options.repeats)
     if peer():
         same_files(folder)
-    (tokens,) = counts
+    (tokens,), megabytes = counts, lines.stat().st_size / 1e6
     alone = Turns(took for took, _ in turns["tokenizer alone"])
     for name, of_one in turns.items():
         took, start = (Turns(of_part) for of_part in zip(*of_one, strict=True))
-        speed, size = Turns(tokens / each for each in took), lines.stat().st_size / 1e6
-        yield {"name": name, "megabytes": size, "tokens": tokens, "speed": speed, "ratio": alone / took, "start": start}
+        figures = {"speed": Turns(tokens / each for each in took), "ratio": alone / took, "start": start}
+        yield {"name": name, "megabytes": megabytes, "tokens": tokens, **figures}
 
 
 def same_files(folder: Path) -> None:
@@ -124,24 +116,16 @@ def same_files(folder: Path) -> None:
             raise RuntimeError(f"the builders wrote different {name}")
 
 
-def text_tokenizer(folder: str) -> Any:
-    return load_tokenizer(ModelOptions(folder))
-
-
 def build_as_peer(source: Path, tokenizer: str, output: Path, workers: int) -> Row:
     """Run the builder of Megatron's script, fed as that script feeds it."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir()
-    _load(tokenizer)
-    builder = IndexedDatasetBuilder(f"{output}/texts.bin", dtype=DType.optimal_dtype(len(_worker["tokenizer"])))
-    with open(source, encoding="utf-8") as lines, ExitStack() as pools:
-        encoded: Iterable[list[int]] = map(_encode, lines)  # in this process, like ours with one worker
-        if workers > 1:
-            pool = pools.enter_context(multiprocessing.get_context("forkserver").Pool(workers, _load, (tokenizer,)))
-            encoded = pool.imap(_encode, lines, LINES_PER_JOB)
-        for ids in encoded:
+    builder = IndexedDatasetBuilder(f"{output}/texts.bin", dtype=DType.optimal_dtype(VOCABULARY))
+    pools = multiprocessing.get_context("forkserver")
+    with open(source, encoding="utf-8") as lines, pools.Pool(workers, _load, (tokenizer,)) as pool:
+        for ids in pool.imap(_encode, lines, LINES_PER_JOB):
             builder.add_document(ids, [len(ids)])
     builder.finalize(f"{output}/texts.idx")
     return {}
@@ -151,7 +135,7 @@ _worker: dict[str, Any] = {}  # the state of a worker process of the peer
 
 
 def _load(folder: str) -> None:
-    _worker["tokenizer"] = text_tokenizer(folder)
+    _worker["tokenizer"] = load_tokenizer(ModelOptions(folder))
 
 
 def _encode(line: str) -> list[int]:
@@ -167,10 +151,11 @@ def samples(options: Options, folder: Path) -> Iterable[Row]:
     """The sample index of one epoch."""
     builders = {OURS: our_indices, **({PEER: their_indices} if peer() else {})}
     for mean in options.mean_tokens:
-        rows = []
-        for name, builder in builders.items():
-            figures = in_own_process(sample_index, builder, options.tokens, mean, options.seq_len)
-            rows.append({"mean": mean, "name": name, **figures})
+        work = options.tokens, mean, options.seq_len
+        rows = [
+            {"mean": mean, "name": name, **in_own_process(sample_index, builder, *work)}
+            for name, builder in builders.items()
+        ]
         if len({row.get("digest", "") for row in rows}) > 1:
             raise RuntimeError(f"the builders made different indices: {rows}")
         yield from rows
@@ -207,30 +192,6 @@ def their_indices(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, ...]:
     tokens = int(lengths.sum(dtype=np.int64))
     starts = peer().helpers.build_sample_idx(lengths, order, seq_len, 1, tokens, True, True)
     return order, starts, gpt_dataset._build_shuffle_index(len(starts) - 1, len(starts) - 1, random)
-
-
-@table(
-    "samples {samples:,} | sources {sources} | verl-ext, s {ours.median:.3f} | megatron-core, s {theirs.median:.3f} | "
-    "ratio {ratio:.2f}"
-)
-def blend(options: Options, folder: Path) -> Iterable[Row]:
-    """The order of a blend's samples."""
-    for sources in options.blend_sources:
-        weights = np.random.default_rng(SEED).uniform(0.01, 1, sources).tolist()
-        orders = {"ours": partial(megatron_blend_order, weights, options.blend_samples)}
-        orders |= {"theirs": partial(their_blend, weights, options.blend_samples)} if peer() else {}
-        if peer():
-            np.testing.assert_array_equal(*(order() for order in orders.values()), "the blends differ")
-        timed = take_turns({name: partial(seconds, order) for name, order in orders.items()}, options.repeats)
-        turns = {name: Turns(took) for name, took in timed.items()}
-        ratio = {"ratio": turns["ours"] / turns["theirs"]} if peer() else {}
-        yield {"samples": options.blend_samples, "sources": sources, **turns, **ratio}
-
-
-def their_blend(weights: list[float], count: int) -> tuple[np.ndarray, np.ndarray]:
-    source, sample = np.zeros(count, np.int16), np.zeros(count, np.int64)
-    peer().helpers.build_blending_indices(source, sample, normalised(weights), len(weights), count, False)
-    return source, sample
 
 
 @table("tokens of a document {mean:,} | {name} | µs a sample {us.median:.1f} | least {least:.1f}")
@@ -274,14 +235,10 @@ def their_dataset(prefix: Path, documents: int, seq_len: int, folder: Path) -> A
     from megatron.core.datasets.utils import Split
 
     off = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
+    tokenizer = types.SimpleNamespace(vocab_size=VOCABULARY, eod=0, pad=-1, unique_identifiers={})
+    source = {"blend": ([str(prefix)], None), "split": "1,0,0", "path_to_cache": str(folder / "cache")}
     config = peer().gpt_dataset.GPTDatasetConfig(
-        random_seed=SEED,
-        sequence_length=seq_len,
-        blend=([str(prefix)], None),
-        split="1,0,0",
-        tokenizer=types.SimpleNamespace(vocab_size=VOCABULARY, eod=0, pad=-1, unique_identifiers={}),
-        path_to_cache=str(folder / "cache"),
-        **dict.fromkeys(off, False),
+        random_seed=SEED, sequence_length=seq_len, tokenizer=tokenizer, **source, **dict.fromkeys(off, False)
     )
     parts = IndexedDataset(str(prefix)), str(prefix), np.arange(documents, dtype=np.int32), None, Split.train
     return peer().gpt_dataset.GPTDataset(*parts, config)

@@ -111,7 +111,7 @@ def build_readers(kind: Kind, count: int, folder: Path) -> tuple[dict[str, Reade
         "pack": (packs, ours.__getitem__),
         "worker": (packs, lambda pack: collate([ours[pack]])),
         "seed": (
-            [pack.tolist() for pack in np.split(next_fit.document_index, next_fit.pack_offsets[1:-1])],
+            [next_fit.documents(pack).tolist() for pack in range(next_fit.num_packs)],
             lambda pack: seed_collate_fn([rows[k] for k in pack], max_tokens, tokenizer.pad_token_id),
         ),
         "templating": (range(len(verls)), verls.__getitem__),
@@ -143,19 +143,19 @@ def seed_collate_fn(rows: Sequence[dict[str, Any]], max_tokens: int, padding_val
 )
 def start(options: Options, folder: Path) -> Iterable[Row]:
     """One rank's start on documents of two sizes, or on your folder."""
+
+    def started(where: str) -> Row:
+        return on_ranks(1, measure_start, where, options.max_tokens, CUDA_VISIBLE_DEVICES="")[0]
+
     if options.folder:
-        yield {"which": "yours", **started(str(Path(options.folder).absolute()), options.max_tokens)}
+        yield {"which": "yours", **started(str(Path(options.folder).absolute()))}
         return
     for times in (1, 4):
         with tempfile.TemporaryDirectory(dir=folder) as name:  # keeps one set on disk at a time
             write_many_documents(Path(name), options.documents, times * options.mean_tokens, VOCABULARY, 0)
-            rows = [{"which": which, **started(name, options.max_tokens)} for which in ("first", "second")]
+            rows = [{"which": which, **started(name)} for which in ("first", "second")]
         equal(rows, ("documents", "tokens", "targets"), 0)
         yield from rows
-
-
-def started(folder: str, max_tokens: int) -> Row:
-    return on_ranks(1, measure_start, folder, max_tokens, CUDA_VISIBLE_DEVICES="")[0]
 
 
 def measure_start(folder: str, max_tokens: int) -> Row:
@@ -165,12 +165,10 @@ def measure_start(folder: str, max_tokens: int) -> Row:
 
     with measured(private=True) as memory:
         opened = seconds(lambda: TokenizedData([folder]))
-        clock = [time.perf_counter()]
+        began = time.perf_counter()
         dataset = SFTDataSet(folder, max_tokens)  # which opens its folder too
-        clock.append(time.perf_counter())
-        dataset.read_together(RunRanks())
-        clock.append(time.perf_counter())
-    built, scanned = np.diff(clock)
+        built = time.perf_counter() - began
+        scanned = seconds(lambda: dataset.read_together(RunRanks()))
     tokens, targets = int(dataset.facts().tokens.sum()), int(dataset.scan.targets.sum())
     return {
         **{"documents": len(dataset.spans), "tokens": tokens, "targets": targets},

@@ -8,21 +8,14 @@
 Small models (hidden size 512, 4 layers, vocabulary 32,000, fp32, `sdpa`) take steps of hundreds of MiB, each rank in a
 fresh process. `--table lengths` plans a Qwen3-8B on 8 GPUs with the options of `recipe=glm_long/stage2_1m`.
 """
-# ruff: noqa: E402 - upstream warns while it is imported
 
-import logging
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-
-os.environ.setdefault("VERL_PLATFORM", "cpu")
-warnings.simplefilter("ignore")  # of upstream, on every rank
-logging.disable(logging.INFO)
 
 from benchmarks.cells import ROOT, on_ranks
 from benchmarks.harness import Row, Sizes, option, table, words_of
@@ -38,6 +31,7 @@ from verl_ext.tools.plan.report import Predictor
 from verl_ext.tools.plan.run import Job, build_engine, fill_optimizer, take_step
 from verl_ext.trainer.batch import StepBatch, StepCollator
 
+os.environ.setdefault("VERL_PLATFORM", "cpu")  # of the processes that are started
 _MODELS: dict[str, dict[str, Any]] = {
     "dense": {"kind": "qwen3"},
     "tied": {"kind": "qwen3", "tie_word_embeddings": True},

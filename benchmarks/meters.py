@@ -52,14 +52,10 @@ def measured(private: bool = False) -> Iterator[dict[str, float]]:
 
 
 def _counted_memory() -> Callable[[], dict[str, float]]:
-    peak: Callable[[], int]
     if on_gpu():
         cuda = sys.modules["torch"].cuda
         cuda.reset_peak_memory_stats()
         before, peak = cuda.memory_allocated(), cuda.max_memory_allocated
-    elif sys.platform == "darwin":  # counts bytes, and has no reset
-        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # noqa: E731
-        before = peak()
     else:
         Path("/proc/self/clear_refs").write_text("5")  # makes the present value the peak
         before, peak = _status("VmRSS"), partial(_status, "VmHWM")

@@ -1,12 +1,14 @@
-"""Small models with random weights, and their tokenizer; no import of verl."""
+"""Small models with random weights, their tokenizer, and the names of what runs them; no import of verl."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
+from torch.optim.optimizer import _default_to_fused_or_foreach
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from verl_ext.attention.kernels import unusable
 from verl_ext.options import UsageError
 
 VOCABULARY = 1024
@@ -34,3 +36,28 @@ def write_qwen3(folder: Path, hidden: int, layers: int, positions: int) -> None:
         raise UsageError(f"hidden must be a multiple of 128; got {hidden}")
     fields = {"intermediate_size": 3 * hidden, "max_position_embeddings": positions, "tie_word_embeddings": False}
     write_model(folder, config_of("qwen3", hidden, layers, groups=2, **fields))
+
+
+def kernel_of_peers() -> str:
+    """Return the attention that verl and TRL choose where it can run."""
+    return "flash_attention_2" if torch.cuda.is_available() and not unusable("flash_attn") else "sdpa"
+
+
+def kernel_of(model: Any, packed: bool) -> dict[str, Any]:
+    """Name a model's attention; tell whether its mask is quadratic.
+
+    transformers gives sdpa a mask of all tokens by all tokens if a row holds several documents.
+    """
+    name = model.config._attn_implementation
+    quadratic = packed and name == "sdpa"
+    return {"kernel": f"{name}, T × T mask" if quadratic else name, "quadratic": quadratic}
+
+
+def optimizer_of(optimizer: Any) -> str:
+    """Name an optimizer and its implementation, by options or torch's default."""
+    group = optimizer.param_groups[0]
+    fused, foreach = group.get("fused"), group.get("foreach")
+    if fused is None and foreach is None:
+        fused, foreach = _default_to_fused_or_foreach(group["params"], differentiable=False)
+    form = "fused" if fused else "foreach" if foreach else "loop"
+    return f"{type(getattr(optimizer, 'optimizer', optimizer)).__name__} {form}"

@@ -31,6 +31,7 @@ from benchmarks.harness import Row, Sizes, Turns, option, table
 from benchmarks.models import VOCABULARY, write_qwen3
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.engines.cost import balancing_cost
+from verl_ext.flops import head_width
 from verl_ext.packing import balanced_order, epoch_order, micro_step_costs, plan_packs
 from verl_ext.tools.plan.time import not_hidden
 
@@ -120,36 +121,32 @@ def step_time(
 def simulated(options: Options, folder: Path) -> Iterable[Row]:
     """A step by the number of ranks, in shuffled and balanced order."""
     config = AutoConfig.from_pretrained(options.model or ROOT / "recipes/glm_long/qwen3_8b")
-    text, lengths = config.get_text_config(), DISTRIBUTIONS["A"].draw(options.documents, np.random.default_rng(0))
-    if options.data is not None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if options.data is None:
+        lengths = DISTRIBUTIONS["A"].draw(options.documents, np.random.default_rng(0))
+    else:
         lengths = TokenizedData([options.data]).lengths
     lengths = lengths[lengths > 0].clip(max=options.max_tokens)
     plan = plan_packs(lengths, options.max_tokens)
-    with torch.device("meta"):
-        cost = balancing_cost(AutoModelForCausalLM.from_config(config), config, ulysses=1)
-    costs, pack_tokens = cost.packs(plan, lengths) * FORWARDS * unit_of(text), plan.pack_sums(lengths).mean()
+    costs = balancing_cost(model, config, ulysses=1).packs(plan, lengths) * FORWARDS * unit_of(config)
+    pack_tokens, layers = plan.pack_sums(lengths).mean(), config.get_text_config().num_hidden_layers
     for ranks in (ranks for ranks in RANKS if len(costs) >= ranks * ACCUMULATION):
         orders = {
             "shuffled": epoch_order(len(costs), 0, 0),
             "balanced": balanced_order(costs, ranks * ACCUMULATION, ranks, 0, 0, drop_last=True),
         }
         for name, order in orders.items():
-            parts = step_time(costs[order], options, ranks, parameters_of(text), text.num_hidden_layers)
+            parts = step_time(costs[order], options, ranks, model.num_parameters(), layers)
             step = sum(parts.values())
             share = {part: took / step for part, took in parts.items()}
             speed = pack_tokens * ACCUMULATION / step
             yield {"ranks": ranks, "order": name, "step": step, "speed": speed, "share": share}
 
 
-def unit_of(text: Any) -> float:
+def unit_of(config: Any) -> float:
     """Return a unit of cost: a layer's attention to one token."""
-    return 2.0 * text.num_attention_heads * text.head_dim
-
-
-def parameters_of(text: Any) -> float:
-    attention = text.hidden_size * text.head_dim * 2 * (text.num_attention_heads + text.num_key_value_heads)
-    layer = attention + 3 * text.hidden_size * text.intermediate_size
-    return float(layer * text.num_hidden_layers + 2 * text.vocab_size * text.hidden_size)
+    return float(config.get_text_config().num_attention_heads * head_width(config.get_text_config()))
 
 
 @table(
@@ -166,14 +163,14 @@ def check(options: Options, folder: Path) -> Iterable[Row]:
         for _ in range(options.turns):
             alone += pool.map(lambda _: on_ranks(1, measure, folder, options.steps)[0], range(2))
             together.append(on_ranks(2, measure, folder, options.steps)[0])
-    text = AutoConfig.from_pretrained(folder / "model")
-    unit = unit_of(text) * (FORWARDS - 1)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    unit = unit_of(model.config) * (FORWARDS - 1)
     flops = statistics.median(sum(run["costs"]) * unit / sum(run["seconds"]) for run in alone)
     link = statistics.median(run["link"] for run in together)
     perfect = {"latency": 0.0, "jitter": 0.0, "slow": 1.0, "memory": 1e30, "storage": 1e30, "node_storage": 1e30}
     machines = replace(options, flops=flops, node_ranks=2, node_link=link, **perfect)
     costs = np.array(together[0]["costs"]) * unit
-    parts = step_time(costs, machines, 2, parameters_of(text), 1, PACKS // 2, bytes_gathered=4)
+    parts = step_time(costs, machines, 2, model.num_parameters(), 1, PACKS // 2, bytes_gathered=4)
     measured, predicted = Turns(statistics.mean(run["seconds"]) for run in together), sum(parts.values())
     yield {
         **{"flops": flops / 1e9, "link": link / 1e9, "communication": parts["communication"]},
@@ -186,12 +183,11 @@ def measure(folder: Path, count: int) -> Row:
     """Return the seconds of steps, the packs' costs and the link's speed."""
     import torch.distributed as dist
 
-    from benchmarks.contestants import build_trainer, take_step, together
+    from benchmarks.contestants import Setting, take_step, together
 
     output = folder / f"run_{os.environ['MASTER_PORT']}"  # of its own for each group
-    data = (f"data.max_tokens={BUDGET}", f"data.train_batch_size={PACKS}", "model.enable_gradient_checkpointing=false")
-    steps = (f"trainer.total_training_steps={count + 1}", "trainer.logger=[file]")
-    trainer = build_trainer(folder, output, *data, *steps)
+    overrides = ("parallel=cpu", f"data.train_batch_size={PACKS}", "trainer.logger=[file]")
+    trainer = Setting(folder / "model", folder / "data", output, BUDGET, count + 1, overrides).packed("run").trainer
     run, ranks = trainer.run, dist.get_world_size()
     batches = trainer.rank.batches(run.train_set, run.plan, 0, count + 1)
     took = [together(lambda batch=batch: take_step(trainer, batch))[0] for batch in batches]

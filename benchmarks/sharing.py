@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cells import on_ranks
-from benchmarks.documents import Document, make_documents, write_documents
-from benchmarks.harness import Row, Sizes, option, table
+from benchmarks.documents import Document, document_of, make_documents, write_documents
+from benchmarks.harness import Row, option, table
 from benchmarks.meters import measured
 from benchmarks.models import VOCABULARY, write_qwen3
-from benchmarks.training import NO_LEARNING, measured_rows, ratios
+from benchmarks.training import NO_LEARNING, ModelSizes, measured_rows, ratios
 
 QUESTIONS, SHARE_OF_TEXT, TURNS, SYSTEM, CHAT = 5, 0.95, 6, 1000, 300
 NAMES = ("dynamic", "whole", "shared")
@@ -32,15 +32,12 @@ KINDS = ("questions", "turns", "system", "nothing")
 QUICK = ["hidden=128", "layers=1", "texts=[256]", "documents=10", "repeats=1", "turn=32", "kinds=[questions,nothing]"]
 
 
-class Options(Sizes, kinds=KINDS):
+class Options(ModelSizes, kinds=KINDS):
     kinds: list[str] = option(list(KINDS), "documents")
-    hidden: int = option(256, "hidden size, a multiple of 128", least=128)
-    layers: int = option(2, "layers")
     texts: list[int] = option([512, 1024, 2048, 4096], "questions: tokens of a text, a row of contestants each")
     documents: int = option(10, "documents of a step")
     turn: int = option(128, "turns: tokens of a question, and of an answer; its reasoning has twice as many")
     repeats: int = option(3, "measured steps")
-    threads: int = option(1, "threads of torch on a CPU")
 
 
 @table(
@@ -70,24 +67,20 @@ def documents_of(kind: str, text: int, options: Options, rng: np.random.Generato
 
     if kind == "nothing":
         return make_documents(options.documents, text, VOCABULARY, rng)
-    begun: list[tuple[list[int], int]] = []  # a document's tokens, and how many of them are no targets
+    documents: list[Document] = []
     prompt, of_answer = tokens(SYSTEM), max(round(text * (1 / SHARE_OF_TEXT - 1)), 8)
-    while len(begun) < options.documents:
+    while len(documents) < options.documents:
         if kind == "system":
-            begun.append((prompt + tokens(CHAT), SYSTEM + CHAT // 2))
+            documents.append(document_of(prompt + tokens(CHAT), SYSTEM + CHAT // 2))
         elif kind == "questions":
             read = tokens(text)
-            begun += [(read + tokens(of_answer), text + of_answer // 2) for _ in range(QUESTIONS)]
+            documents += [document_of(read + tokens(of_answer), text + of_answer // 2) for _ in range(QUESTIONS)]
         else:
             said: list[int] = []
             for _ in range(TURNS):
                 question, reasoning, answer = (tokens(times * options.turn) for times in (1, 2, 1))
-                begun.append((said + question + reasoning + answer, len(said + question)))
+                documents.append(document_of(said + question + reasoning + answer, len(said + question)))
                 said += question + answer
-    documents = []
-    for ids, prompt_tokens in begun:
-        mask = (np.arange(len(ids)) >= prompt_tokens).astype(np.int64)
-        documents.append({"input_ids": np.array(ids), "loss_mask": mask, "category_ids": mask})
     return documents
 
 

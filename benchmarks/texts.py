@@ -72,10 +72,3 @@ def write_texts(megabytes: float, vocabulary: int, folder: Path, rng: np.random.
     lines = folder / "texts.jsonl"
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return lines, texts
-
-
-def first_line(lines: Path) -> Path:
-    """Write a file's first record beside it, to measure a start."""
-    with open(lines, "rb") as file:
-        lines.with_name("one.jsonl").write_bytes(next(file))
-    return lines.with_name("one.jsonl")

@@ -47,7 +47,7 @@ class Options(Sizes):
 @table(
     "{work} | tokens {length:,} | full attention: µs a token {full[us]:.0f} | MiB {full[peak_mib]:.0f} | "
     "memory: µs a token {memory[us]:.0f} | MiB of it {memory[peak_mib]:.0f} | its own share {memory[share]:.0%} | "
-    "time, full over memory {ratio:.2f} × | parameters {full[parameters]:,} | with memory {memory[parameters]:,}",
+    "time, full over memory {ratio:.2f} ×",
 )
 def lengths(options: Options, folder: Path) -> Iterable[Row]:
     """Both models at every length."""
@@ -66,8 +66,7 @@ def measure(kind: str, work: str, length: int, options: Options) -> Row:
     with measured() as figures:
         fastest = min(seconds(one_pass) for _ in range(options.repeats))
     share = memory_share(model, one_pass) if kind == "memory" and work == "read" else None
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {**figures, "us": fastest / length * 1e6, "parameters": parameters, "share": share}
+    return {**figures, "us": fastest / length * 1e6, "share": share}
 
 
 def work_of(kind: str, work: str, length: int, options: Options) -> tuple[Any, Callable[[], Any]]:

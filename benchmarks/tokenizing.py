@@ -22,7 +22,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -30,43 +29,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.harness import Row, Turns, table, take_turns
+from benchmarks.cells import ROOT
+from benchmarks.harness import Row, Sizes, Turns, option, table, take_turns
 from benchmarks.meters import run_command
 from benchmarks.texts import CHATS, Conversation, make_conversations, write_conversations
-from verl_ext import options
-from verl_ext.options import choice_problem, option
 from verl_ext.tools.init_model.tokenizer import CHATML_TEMPLATE
 
 SEED = 1234
 BATCH = 1000  # texts in one call
 JOINED = 20  # short chats of a long one, of about 4,000 tokens
-TOOLS = r"""{%- if tools %}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{%- endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' }}
-{%- if message.role == 'assistant' %}
-    {%- set thought, content = message.reasoning_content or '', message.content %}
-    {%- if '</think>' in content %}
-        {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip() %}
-        {%- set content = content.split('</think>')[-1].lstrip() %}
-    {%- endif %}
-    {{- '<think>\n' + thought + '\n</think>\n\n' + content }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\n<tool_call>' + call.function | tojson + '</tool_call>' }}
-    {%- endfor %}
-{%- else %}
-    {{- message.content }}
-{%- endif %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
-TEMPLATES = {"chatml": CHATML_TEMPLATE, "tools": TOOLS}  # the quickstart's, and one with tools, calls and thoughts
+TOOLS = (ROOT / "benchmarks/tools.jinja").read_text(encoding="utf-8")  # with tools, calls and thoughts
+TEMPLATES = {"chatml": CHATML_TEMPLATE, "tools": TOOLS}  # the first is the quickstart's
 QUICK = ["chats=200", "workers=[1]", "templates=[chatml]", "lengths=[short]", "repeats=1"]
 
 
-@dataclass(frozen=True)
-class Options(options.Options):
-    """The chats, the templates and the commands."""
-
+class Options(Sizes, lengths=("short", "long"), backends=("local", "ray")):
     records: str | None = option(None, "JSONL file of chats; null: made-up chats of four turns")
     tokenizer: str | None = option(None, "folder with a chat template; null: trained on the made-up chats")
     chats: int = option(40_000, "short chats that are made up, or taken of the records", least=JOINED * 4)
@@ -74,12 +51,10 @@ class Options(options.Options):
     lengths: list[str] = option(["short", "long"], "short | long: about 4,000 tokens")
     workers: list[int] = option([1, 2], "one command each")
     backends: list[str] = option(["local"], "one command each: local | ray")
-    repeats: int = option(3, "turns", least=1)
+    repeats: int = option(3, "turns")
 
     def problems(self) -> Iterable[str | None]:
-        """Yield a line for an unknown name, and for records without their tokenizer."""
-        yield from (choice_problem("backends", backend, ("local", "ray")) for backend in self.backends)
-        yield from (choice_problem("lengths", length, ("short", "long")) for length in self.lengths)
+        yield from super().problems()
         if (self.records is None) != (self.tokenizer is None):
             yield f"records must come with tokenizer; got records={self.records}, tokenizer={self.tokenizer}"
 
@@ -118,21 +93,19 @@ def commands(options: Options, folder: Path) -> Iterable[Row]:
         wall, cpu = whole["seconds"] - part["seconds"], (whole["cpu"] - part["cpu"]) / workers
         return {**whole, **alone, "tokens": tokens, "wall": wall, "cpu": cpu, "start": part["seconds"] - wall / 3}
 
-    named = product(corpora.items(), options.backends, sorted(options.workers))
-    contestants = {(*key, b, w): partial(turn, corpus, b, w) for (key, corpus), b, w in named}
-    results = take_turns({" ".join(map(str, key)): each for key, each in contestants.items()}, options.repeats)
-    for (template, length, backend, workers), turns in zip(contestants, results.values(), strict=True):
-        row: Row = {
-            name: Turns(each[name] for each in turns) for name in ("alone", "cpu_alone", "wall", "cpu", "start")
-        }
-        row |= {"speed": row["alone"] / row["wall"], "cpu_speed": row["cpu_alone"] / row["cpu"]}
+    cases = [*product(corpora, options.backends, sorted(options.workers))]
+    contestants = {str(case): partial(turn, corpora[case[0]], *case[1:]) for case in cases}
+    results = take_turns(contestants, options.repeats).values()
+    for ((template, length), backend, workers), turns in zip(cases, results, strict=True):
+        took = {name: Turns(each[name] for each in turns) for name in turns[0]}
+        row: Row = {"start": took["start"], "tokens": turns[0]["tokens"], "command": f"{backend} {workers}"}
+        row |= {"speed": took["alone"] / took["wall"], "cpu_speed": took["cpu_alone"] / took["cpu"]}
         if workers == 1:
-            one = row
+            one = took
         elif 1 in options.workers:
-            row |= {"gain": one["wall"] / row["wall"], "cpu_gain": one["cpu"] / row["cpu"]}
-        row |= {name: max(each[name] for each in turns) for name in ("own_mib", "worker_mib")}
-        row |= {"template": Path(template).stem, "length": length, "command": f"{backend} {workers}"}
-        yield row | {"tokens": turns[0]["tokens"]}
+            row |= {"gain": one["wall"] / took["wall"], "cpu_gain": one["cpu"] / took["cpu"]}
+        row |= {name: max(took[name]) for name in ("own_mib", "worker_mib")}
+        yield {"template": Path(template).stem, "length": length, **row}
 
 
 def read_chats(options: Options, folder: Path) -> tuple[list[Conversation], str]:
@@ -151,14 +124,12 @@ def read_chats(options: Options, folder: Path) -> tuple[list[Conversation], str]
 def write_corpus(chats: list[Conversation], length: str, template: str, tokenizer: Any, folder: Path) -> Corpus:
     """Write the chats of a length, and render them with a template."""
     if length == "long":
-        groups = [zip(*chats[at : at + JOINED], strict=False) for at in range(0, len(chats), JOINED)]
-        chats = [
-            [{"role": of[0]["role"], "content": "\n\n".join(each["content"] for each in of)} for of in group]
-            for group in groups
-        ]
-    files = folder / f"{length}.jsonl", folder / f"{length}_part.jsonl"
-    for file, count in zip(files, (len(chats), part := len(chats) // 4), strict=True):
-        file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats[:count]))
+        groups = (zip(*chats[at : at + JOINED], strict=False) for at in range(0, len(chats), JOINED))
+        joined = (((turn[0]["role"], "\n\n".join(each["content"] for each in turn)) for turn in g) for g in groups)
+        chats = [[{"role": role, "content": content} for role, content in turns] for turns in joined]
+    files, part = (folder / f"{length}.jsonl", folder / f"{length}_part.jsonl"), len(chats) // 4
+    for file, some in zip(files, (chats, chats[:part]), strict=True):
+        file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in some))
     source, option = None, []
     if template != "own":
         source = TEMPLATES.get(template) or Path(template).read_text(encoding="utf-8")

@@ -6,7 +6,6 @@
 |---|---|---|
 | `padded` | verl's, untouched | 4 documents (verl's default) in shuffled order, padded to the longest of them |
 | `dynamic` | verl's, untouched | verl's `use_dynamic_bsz` under a limit of `budget` tokens, no padding |
-| `next_fit` | ours | next-fit packs in the documents' order, padded to `budget`, as TokenAwareBatchPack makes them |
 | `ours` | ours | best-fit packs, no padding, category loss reported at every step |
 
 `longalign`: each trains once on all of 256 long-tailed documents, on one rank and on two data-parallel ranks (gloo and
@@ -41,7 +40,6 @@ own three run there:
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -64,11 +62,14 @@ QUICK += ["hidden=128", "layers=1", "repeats=1", "epochs=1"]
 Way = tuple[Any, list[list[Any]]]  # a contestant, and for each turn the batches of its optimizer steps
 
 
-class Options(Sizes):
-    hidden: int = option(256, "hidden size, a multiple of 128", least=128)
-    layers: int = option(2, "layers")
-    micro_batch: int = option(4, "documents of a padded micro-batch")
+class ModelSizes(Sizes):
+    hidden: int = option(256, "hidden size of the model, a multiple of 128", least=128)
+    layers: int = option(2, "layers of the model")
     threads: int = option(1, "threads of torch on a CPU, in each rank")
+
+
+class Options(ModelSizes):
+    micro_batch: int = option(4, "documents of a padded micro-batch")
     documents: int = option(40, "contest: documents of a step")
     budget: int = option(4096, "contest: tokens of a pack, and limit of a dynamic batch", least=256)
     repeats: int = option(5, "contest: measured steps, each on new documents")
@@ -88,21 +89,16 @@ class Options(Sizes):
 
 
 @table(
-    "{name} | calls {calls:.0f} | tokens {ran:,.0f} | padding {padding:.0%} | fill {fill:.0%} | "
-    "s/step {wall.median:.2f} | targets/s {speed:,.0f} | cpu s/step {cpu.median:.2f} | "
+    "{name} | forwards {forwards[0]} | targets {targets[0]:,} | padding {padding:.0%} | "
+    "s/step {wall.median:.2f} | cpu s/step {cpu.median:.2f} | "
     "× padded, wall {× padded, wall:.2f} | × padded, cpu {× padded, cpu:.2f} | "
     "× dynamic, wall {× dynamic, wall:.2f} | × dynamic, cpu {× dynamic, cpu:.2f}"
 )
 def contest(options: Options, folder: Path) -> Iterable[Row]:
-    """Four ways to train, step by step on one rank."""
-    folder = folder / "contest"
-    write_qwen3(folder / "model", options.hidden, options.layers, options.budget)
-    found = on_ranks(1, compete, options, folder, threads=options.threads)[0]
-    for row in ratios(found["rows"], "padded", "dynamic"):
-        fill = sum(row["tokens"]) / sum(row["forwards"]) / options.budget
-        row |= {"calls": median(row["forwards"]), "ran": median(row["ran"])}
-        row |= {} if row["name"] == "padded" else {"fill": fill}
-        yield {**row, "speed": median(np.divide(row["targets"], row["wall"]).tolist())}
+    """Three ways to train, step by step on one rank."""
+    write_qwen3(folder / "contest/model", options.hidden, options.layers, options.budget)
+    rows = on_ranks(1, compete, options, folder / "contest", threads=options.threads)[0]["rows"]
+    yield from ratios(rows, "padded", "dynamic")
 
 
 @table(
@@ -136,17 +132,14 @@ def compete(options: Options, folder: Path) -> Row:
     """Return the contestants' rows; a turn is a step on new documents."""
     from benchmarks.contestants import Setting
 
-    rng = np.random.default_rng(SEED)
-    warm_up = max(options.documents // 4 // options.micro_batch, 1) * options.micro_batch
-    steps = []
-    for count in (warm_up, *[options.documents] * options.repeats):
-        steps.append((make_documents(count, options.budget, VOCABULARY, rng), folder / f"step_{len(steps)}"))
+    rng, steps = np.random.default_rng(SEED), []
+    for step in range(options.repeats + 1):
+        steps.append((make_documents(options.documents, options.budget, VOCABULARY, rng), folder / f"step_{step}"))
         write_documents(*steps[-1])
     setting = Setting(folder / "model", steps[0][1], folder, options.budget, len(steps))
     contestants = {
         "padded": setting.stock("padded", options.micro_batch),
         "dynamic": setting.stock("dynamic", None),
-        "next_fit": setting.packed("next_fit", "data.strategy=next_fit", "data.pad_mode=right"),
         "ours": setting.packed("ours"),
     }
     ways = {name: (one, [[one.load(*step)] for step in steps]) for name, one in contestants.items()}
@@ -214,11 +207,11 @@ def build_methods(setting: Any, options: Options) -> dict[str, Way]:
     """Build longalign's methods by name.
 
     An epoch has `options.steps` optimizer steps, with equally many documents on verl's engine and, as far as they
-    divide, equally many packs on ours. The first turn is one small batch.
+    divide, equally many packs on ours. The first turn is one step.
     """
     ranks, rank, size, documents = dist.get_world_size(), dist.get_rank(), options.micro_batch, documents_of(options)
     lengths = np.array([len(document["input_ids"]) for document in documents])
-    shuffled, shortest = epoch_order(len(lengths), SEED, epoch=0), np.argsort(lengths)
+    shuffled = epoch_order(len(lengths), SEED, epoch=0)
     stock = {  # name: the order of the documents, and how many a padded micro-batch has
         "naive": (shuffled, size),
         "sorted": (sorted_batching(lengths, size * ranks, SEED), size),
@@ -231,20 +224,17 @@ def build_methods(setting: Any, options: Options) -> dict[str, Way]:
     def build(name: str) -> Way:
         if name in stock:
             order, padded = stock[name]
-            contestant, group = setting.stock(name, padded), padded or 1
-            shares = [shortest[:group], *dealt_out(order, options.steps, group, ranks)[rank]]
-            first, *epoch = [contestant.load([documents[k] for k in share]) for share in shares]
+            contestant = setting.stock(name, padded)
+            shares = dealt_out(order, options.steps, padded or 1, ranks)[rank]
+            epoch = [contestant.load([documents[k] for k in share]) for share in shares]
         else:
             packs = plan_packs(lengths, setting.budget, "best_fit", SEED).num_packs
             per_step = -(-packs // (options.steps * ranks)) * ranks
             overrides = (f"data.balance={packed[name]}", f"data.seed={SEED}", f"data.train_batch_size={per_step}")
             contestant = setting.packed(name, *overrides)
-            run, own = contestant.run, contestant.trainer.rank
-            steps = [run.plan.rank_packs(step, own.rank, own.size) for step in range(run.plan.steps_per_epoch)]
-            shares = [[int(run.packs.tokens.argmin())], *steps]
-            packs = [[None if pack is None else run.train_set[pack] for pack in share] for share in shares]
-            first, *epoch = map(contestant.collate, packs)
-        return contestant, [[first], *[epoch] * options.epochs]
+            run = contestant.run
+            epoch = [*contestant.trainer.rank.batches(run.train_set, run.plan, 0, run.plan.steps_per_epoch)]
+        return contestant, [epoch[:1], *[epoch] * options.epochs]
 
     return {name: build(name) for name in ((*stock, *packed) if ranks > 1 else ON_ONE_RANK)}
 

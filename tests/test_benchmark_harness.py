@@ -97,7 +97,7 @@ def test_a_peak_is_what_a_block_adds(private, figures):
         (["pack"], "NAME must be one of"),
         (["packing", "repeats=0"], "repeats must be at least 1; got 0"),
         (["packing", "document=3"], "unknown key document; nearest: documents"),
-        (["packing", "--table", "speed"], "--table must be of compared, large, balance; got speed"),
+        (["packing", "--table", "speed"], "--table must be of compared, balance; got speed"),
         (["repeats=3"], "options and --table need one NAME; got 0"),
         (["head", "heads=[fused,trll]"], "heads must be one of"),
         (["training", "documents=10"], "documents must be a multiple of micro_batch=4; got 10"),

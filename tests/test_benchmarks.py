@@ -9,8 +9,8 @@ from datasets import load_from_disk
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import activations, gpu, head, index, leaks, loading, packing, scaling, titans, training
-from benchmarks.documents import DISTRIBUTIONS, write_documents, write_many_documents
-from benchmarks.gpu import cell, shapes
+from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents, write_many_documents
+from benchmarks.gpu import cells
 from benchmarks.harness import equal
 from benchmarks.models import write_model, write_qwen3
 from benchmarks.texts import Kind
@@ -37,7 +37,6 @@ def test_groups_share_steps_as_the_readme_says(ranks, found):
     lengths = DISTRIBUTIONS["A"].draw(100_000, np.random.default_rng(0))
     row = packing.shared(packing.COST.packs(packing.plan_packs(lengths, 65_536), lengths), ranks)
     assert [row[name] for name in ("random", "sorted", "with_tail")] == pytest.approx(found, abs=6e-4)
-    assert abs(row["order_sorted"] - row["order_random"]) < 0.03
 
 
 # --- loading
@@ -98,9 +97,8 @@ def test_contestants_get_the_same_documents_and_run_what_their_names_say(tmp_pat
     assert abs(losses[0] - losses[1]) > 1e-4
     assert rows["dynamic"]["ran"] == rows["ours"]["ran"] == tokens
     assert rows["padded"]["forwards"] == [3, 3]
-    assert rows["next_fit"]["ran"] == [256 * packs for packs in rows["next_fit"]["forwards"]]
-    assert all((np.array(rows[name]["ran"]) > tokens).all() for name in ("padded", "next_fit"))
-    assert all((tokens <= 256 * np.array(rows[name]["forwards"])).all() for name in ("dynamic", "next_fit", "ours"))
+    assert (np.array(rows["padded"]["ran"]) > tokens).all()
+    assert all((tokens <= 256 * np.array(rows[name]["forwards"])).all() for name in ("dynamic", "ours"))
 
 
 def _compete(options, folder):
@@ -232,13 +230,12 @@ def _on_tiny_models(folder):
     from benchmarks.contestants import Setting
 
     addmm = {torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]}  # like its addmm
-    found, work = {}, shapes.Cell("", "tiny", 512, gpu.Options(shapes=["tiny"]), folder)
-    write_model(work.model, shapes.config_of("tiny"), 16, torch.bfloat16)
-    documents = work.few_documents()
+    found, documents = {}, make_documents(10, 512, 1024, np.random.default_rng(0))
+    write_model(folder / "model", cells.config_of_shape("tiny"), 16, torch.bfloat16)
     write_documents(documents, folder / "data")
-    setting = Setting(work.model, folder / "data", folder / "runs", 512, 3)  # without recomputation
+    setting = Setting(folder / "model", folder / "data", folder / "runs", 512, 3)  # without recomputation
     for name, built in (("ours", setting.packed("ours")), ("verl", setting.stock("verl", None))):
-        ran, masks = cell.implementations(built, packed=True), []
+        ran, masks = built.implementations(packed=True), []
         for path, part in built.engine.module.named_modules():
             if path.endswith("self_attn"):
                 part.register_forward_pre_hook(
@@ -254,7 +251,7 @@ def _on_tiny_models(folder):
             **ran,
             "masks": [tuple(mask.shape) for mask in masks if mask is not None],
             "counted": sum(count for operation, count in counts if "mm" in str(operation).split(".")[-1]),
-            "expected": shapes.flops("tiny", [1] * tokens, targets if ran["targets_only"] else tokens),
+            "expected": cells.flops("tiny", [1] * tokens, targets if ran["targets_only"] else tokens),
         }
     return found
 
@@ -264,4 +261,3 @@ def test_no_ratio_is_taken_to_a_quadratic_mask(quadratic, ratios):
     rows = [{"name": "ours", "quadratic": False, "tokens_per_second": 3.0}]
     rows += [{"name": "verl", "quadratic": quadratic, "tokens_per_second": 1.0}]
     assert [row.get("ratio") for row in gpu.with_ratios(rows)] == ratios
-    assert bool(gpu.marked(rows)) is quadratic

@@ -1,4 +1,4 @@
-"""One GPU: tokens/s, MFU, the longest document, shares of a step's time.
+"""One GPU: tokens/s, MFU, the longest document, the kernels of a step.
 
 | contestant | what it is |
 |---|---|
@@ -9,7 +9,8 @@
 
 - Same random weights, documents, AdamW, bf16 compute over fp32 weights and gradient checkpointing for everybody; a
   step's documents differ, and are the same for all: LongAlign's mixture scaled to the pack.
-- Kernel, head and optimizer are those that ran. Tokens are the documents' own.
+- Kernel, head and optimizer are those that ran. Tokens are the documents' own. Without flash-attn transformers gives
+  every layer a mask of all tokens by all tokens of a pack (`T × T mask`): no ratio is taken of such a row, or to it.
 - MFU: 6 FLOPs for each token and matrix parameter, and causal attention inside documents; nothing for recomputation.
   Model MFU counts the head over all tokens whatever a contestant computes; computed MFU counts it over the targets
   alone where no more is computed.
@@ -21,20 +22,19 @@ has a process of its own. The row of a contestant that is not installed, or does
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.cells import in_own_process
-from benchmarks.gpu.shapes import SHAPES, Cell, config_of
+from benchmarks.gpu.cells import SHAPES, Cell, config_of_shape
 from benchmarks.harness import Row, Sizes, allocator, option, table
 from benchmarks.models import write_model
 
 CONTESTANTS = ("ours", "ours_liger", "ours_fa3", "verl", "trl")
 RAN = "kernel {kernel} | head {head} | optimizer {optimizer}"
-MARK = "¹"
 QUICK = ["packs=[512]", "step_tokens=1024", "steps=2", "first=256", "shapes=[tiny]", "contestants=[ours,verl]"]
 
 
@@ -56,33 +56,18 @@ class Options(Sizes, contestants=CONTESTANTS, shapes=SHAPES):
 
 def measured(kind: str, options: Options, folder: Path, packs: Sequence[int], *names: str) -> Iterable[list[Row]]:
     """Yield the contestants' rows for each shape and pack."""
-    names = [name for name in names or options.contestants if name != "trl" or options.trl]
     for shape in options.shapes:
         if not (folder / shape).is_dir():  # the tables of a run share it
-            written = in_own_process(write_model, folder / shape, config_of(shape), 16, torch.bfloat16)
-            if "failed" in written:
-                raise RuntimeError(f"{shape}: {written['failed']}")
+            write_model(folder / shape, config_of_shape(shape), 16, torch.bfloat16)
         for pack in packs:
-            yield [row_of(kind, Cell(name, shape, pack, options, folder)) for name in names]
-
-
-def row_of(kind: str, cell: Cell) -> Row:
-    """Return a cell's figures, marked if its mask is quadratic."""
-    is_trl = cell.contestant == "trl"
-    function = f"benchmarks.gpu.{'trl_cell' if is_trl else 'cell'}:{kind}"
-    packages = cell.options.trl if is_trl else None
-    row = in_own_process(function, cell, environment=allocator(), group=not is_trl, packages=packages)
-    mark = f" {MARK}" if row.get("quadratic") else ""
-    return {"shape": cell.shape, "pack": cell.pack, "name": cell.contestant, "mark": mark, **row}
-
-
-def marked(rows: Sequence[Row]) -> str:
-    if not any(row.get("quadratic") for row in rows):
-        return ""
-    return (
-        f"{MARK} Without flash-attn transformers gives every layer a mask of all tokens by all tokens of a pack. The "
-        "row says what that costs, and no ratio is taken of it or to it."
-    )
+            rows = []
+            for name in names or options.contestants:
+                packages = options.trl if name == "trl" else None
+                if packages or name != "trl":
+                    work = f"benchmarks.gpu.cells:{kind}", Cell(name, shape, pack, options, folder)
+                    found = in_own_process(*work, environment=allocator(), group=name != "trl", packages=packages)
+                    rows.append({"shape": shape, "pack": pack, "name": name, **found})
+            yield rows
 
 
 def with_ratios(rows: Sequence[Row]) -> Iterable[Row]:
@@ -94,35 +79,32 @@ def with_ratios(rows: Sequence[Row]) -> Iterable[Row]:
         yield row
 
 
-on_a_gpu = partial(table, may_fail=True, notes=marked)
-
-
-@on_a_gpu(
-    f"shape {{shape}} | pack {{pack:,}} | contestant {{name}}{{mark}} | {RAN} | tokens/s {{tokens_per_second:,.0f}} | "
+@table(
+    f"shape {{shape}} | pack {{pack:,}} | contestant {{name}} | {RAN} | tokens/s {{tokens_per_second:,.0f}} | "
     "× verl {ratio:.2f} | model MFU {mfu:.2f} | computed MFU {computed_mfu:.2f} | GB reserved {reserved:.1f} | "
-    "GB allocated {allocated:.1f}"
+    "GB allocated {allocated:.1f}",
+    may_fail=True,
 )
 def throughput(options: Options, folder: Path) -> Iterable[Row]:
     """Tokens per second."""
-    for rows in measured("throughput", options, folder, options.packs):
-        yield from with_ratios(rows)
+    return chain.from_iterable(map(with_ratios, measured("throughput", options, folder, options.packs)))
 
 
-@on_a_gpu(
-    f"shape {{shape}} | contestant {{name}}{{mark}} | {RAN} | in 80 GB {{in_80_gb:,}} | "
-    "in the whole card {longest:,} | tokens/s there {tokens_per_second:,.0f}"
+@table(
+    f"shape {{shape}} | contestant {{name}} | {RAN} | in 80 GB {{in_80_gb:,}} | "
+    "in the whole card {longest:,} | tokens/s there {tokens_per_second:,.0f}",
+    may_fail=True,
 )
 def longest(options: Options, folder: Path) -> Iterable[Row]:
     """The longest document."""
-    for rows in measured("longest", options, folder, [0]):
-        yield from rows
+    return chain.from_iterable(measured("longest", options, folder, [0]))
 
 
-@on_a_gpu(
-    "shape {shape} | pack {pack:,} | attention {attention:.0%} | mlp {mlp:.0%} | head {head:.0%} | "
-    "optimizer {optimizer:.0%} | other {other:.0%} | waiting {waiting:.0%}"
+@table(
+    "shape {shape} | pack {pack:,} | attention {attention:.0%} | matrix products {products:.0%} | "
+    "optimizer {optimizer:.0%} | other kernels {other:.0%} | waiting {waiting:.0%}",
+    may_fail=True,
 )
 def shares(options: Options, folder: Path) -> Iterable[Row]:
-    """Shares of a step's time."""
-    for rows in measured("shares", options, folder, options.packs, "ours"):
-        yield from rows
+    """Shares of a step's time, by kind of kernel; waiting is for the host."""
+    return chain.from_iterable(measured("shares", options, folder, options.packs, "ours"))
