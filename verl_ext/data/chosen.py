@@ -4,7 +4,7 @@ row      0 chosen   1 rejected   2 chosen   3 rejected   4 a document
 packs    0          2                       4
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -26,11 +26,7 @@ from verl_ext.text.read.sources import absolute_path
 class ChosenOptions(SFTOptions):
     """The options by which preferred answers become packs."""
 
-    @override
-    def problems(self) -> Iterable[str | None]:
-        if self.mixture is not None:
-            yield "data.mixture must be null with data=chosen, which leaves rows out; got a mixture"
-        yield from super().problems()
+    no_mixture: ClassVar[str] = "with data=chosen, which leaves rows out"
 
 
 class ChosenDataSet(SFTDataSet):
