@@ -31,7 +31,8 @@ def find_beginnings(data: "DocumentSource", spans: Spans, least: int) -> SharedB
     A later piece of a document that was cut is taken to share nothing.
     """
     whole = np.flatnonzero(spans.start == 0)
-    kin = find_shared(spans.length[whole], least, _reader(data, spans, whole), _first_blocks(data, spans, whole))
+    read, first_blocks = row_reader(data, spans.row[whole]), _first_blocks(data, spans, whole)
+    kin = find_shared(spans.length[whole], least, read, first_blocks)
     return SharedBeginnings(whole[kin.documents], kin.shared)
 
 
@@ -65,7 +66,7 @@ def share_computed(data: "DocumentSource", spans: Spans, least: int) -> float | 
     sample = candidates[: int(np.searchsorted(tokens, SAMPLE_TOKENS)) + 1]
     if not len(sample):
         return 1.0
-    kin = find_shared(spans.length[sample], least, _reader(data, spans, sample))
+    kin = find_shared(spans.length[sample], least, row_reader(data, spans.row[sample]))
     saved = kin.saved_tokens / spans.length[sample].sum(dtype=np.int64) * tokens[-1]
     return 1.0 - float(saved) / int(spans.length.sum(dtype=np.int64))
 
@@ -74,11 +75,6 @@ def _first_blocks(data: "DocumentSource", spans: Spans, whole: Ints) -> NDArray[
     """Return first blocks' hashes of spans that begin a document, or None."""
     known = data.first_blocks
     return None if known is None else np.where(spans.length[whole] < BLOCK, SHORTER, known[spans.row[whole]])
-
-
-def _reader(data: "DocumentSource", spans: Spans, numbers: Ints) -> ReadTokens:
-    """Return a function that reads parts of the spans of these numbers."""
-    return row_reader(data, spans.row[numbers])
 
 
 def row_reader(data: "DocumentSource", rows: Ints | None = None) -> ReadTokens:

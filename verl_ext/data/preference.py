@@ -38,10 +38,9 @@ from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.units import OVER_LENGTH_OF_UNITS, UnitRows
 from verl_ext.files import file_state
 from verl_ext.options import option
-from verl_ext.packing import STRATEGIES, PackPlan, Spans, plan_packs
+from verl_ext.packing import STRATEGIES, PackPlan, Spans
 from verl_ext.packing.plan import Ints, index_type
 from verl_ext.packing.shared import NOTHING, SharedBeginnings, shared_with_before
-from verl_ext.packing.strategies import plan_repeated
 from verl_ext.text.read.sources import absolute_path
 
 
@@ -137,30 +136,29 @@ class PreferenceDataSet(SFTDataSet):
             raise ValueError(f"data.max_tokens must hold at least one unit of {self.key}; {got}")
         return kept[has_tokens]
 
+    @cached_property
     @override
-    def _cut(self) -> Spans:
+    def spans(self) -> Spans:
         starts, sizes = self.units.starts[self._kept], self.units.sizes[self._kept]
         rows = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
         return Spans(rows, np.zeros(len(rows), np.int64), self._data.lengths[rows].astype(np.int32))
 
+    @property
     @override
-    def _to_draw(self) -> Spans:
+    def _units(self) -> Spans:
         tokens = self._tokens[self._kept].astype(np.int32)
         return Spans(self.units.starts[self._kept], np.zeros(len(tokens), np.int64), tokens)
 
     @override
+    def _document_order(self) -> NDArray[np.integer]:
+        units = len(self._kept)
+        return np.random.default_rng(self.options.packing.seed).permutation(units).astype(index_type(units))
+
+    @override
     def _planned(self, kin: SharedBeginnings) -> PackPlan:
-        packing, tokens, sizes = self.options.packing, self._tokens[self._kept], self.units.sizes[self._kept]
-        how = packing.max_tokens, packing.strategy, packing.seed
-        if self._drawn is not None:
-            plan = plan_repeated(tokens, self._drawn, *how)
-        elif self.options.shuffle_documents:
-            order = np.random.default_rng(packing.seed).permutation(len(tokens)).astype(index_type(len(tokens)))
-            plan = plan_packs(tokens[order], *how).renumbered(order)
-        else:
-            plan = plan_packs(tokens, *how)
-        begins = self._begins[self.spans.row] if packing.share_prefixes else None
-        return plan.expanded((np.cumsum(sizes) - sizes, sizes), begins)
+        sizes = self.units.sizes[self._kept]
+        begins = self._begins[self.spans.row] if self.options.packing.share_prefixes else None
+        return super()._planned(NOTHING).expanded((np.cumsum(sizes) - sizes, sizes), begins)
 
     @override
     def read_together(self, ranks: Ranks) -> None:

@@ -45,14 +45,7 @@ from verl_ext.data.usage import DataUse, data_use
 from verl_ext.files import CATEGORIES
 from verl_ext.metrics import LengthBins
 from verl_ext.options import plain, whole_number
-from verl_ext.packing import (
-    TOKENS,
-    CostModel,
-    PackPlan,
-    Spans,
-    cut_spans,
-    plan_packs,
-)
+from verl_ext.packing import TOKENS, CostModel, PackPlan, Spans, cut_spans, plan_packs
 from verl_ext.packing.plan import index_type
 from verl_ext.packing.shared import NOTHING, SharedBeginnings, plan_drawn, plan_shared
 from verl_ext.text.read.sources import absolute_path
@@ -150,7 +143,7 @@ class SFTDataSet(PackDataset):
 
     def _plan_ahead(self) -> None:
         """Plan what needs no token, all of it unless documents share tokens."""
-        _ = self.spans, self._drawn
+        _ = self.spans, self._draw
         if not self.options.packing.share_prefixes:
             self.plan = self._planned(NOTHING)
 
@@ -160,17 +153,14 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def spans(self) -> Spans:
-        """The documents after over-length handling, in the order of their rows."""
-        return self._cut()
-
-    def _cut(self) -> Spans:
-        """Cut documents to the budget, so that the plan knows only pieces that fit."""
+        """The documents cut to the budget, in the order of their rows: the plan knows only pieces that fit."""
         packing = self.options.packing
         spans = cut_spans(self._in_use.of(self._data.lengths), packing.max_tokens, packing.over_length, self.key)
         return Spans(self._in_use.number(spans.row), spans.start, spans.length)
 
-    def _to_draw(self) -> Spans:
-        """Return what a mixture draws from."""
+    @property
+    def _units(self) -> Spans:
+        """What a mixture draws and a plan orders: documents, whole preferences."""
         return self.spans
 
     @cached_property
@@ -179,11 +169,7 @@ class SFTDataSet(PackDataset):
         if (mixture := self.options.mixture_options) is None:
             return None, ()
         of_data = self._data.folders, self._data.first_rows(), self._train_dirs
-        return draw_spans(mixture, self._to_draw(), *of_data, self.options.packing.seed)
-
-    @property
-    def _drawn(self) -> NDArray[np.int64] | None:
-        return self._draw[0]
+        return draw_spans(mixture, self._units, *of_data, self.options.packing.seed)
 
     @property
     def mixture_report(self) -> Sequence[MixtureRow]:
@@ -196,11 +182,11 @@ class SFTDataSet(PackDataset):
         return self._planned(find_beginnings(self._data, self.spans, self.options.packing.share_least))
 
     def _planned(self, kin: SharedBeginnings) -> PackPlan:
-        """Plan the packs, those of documents that share tokens together."""
-        packing, lengths = self.options.packing, self.spans.length
+        """Plan the packs of units, those of documents that share tokens together."""
+        packing, lengths = self.options.packing, self._units.length
         how = packing.max_tokens, packing.strategy, packing.seed
-        if self._drawn is not None:
-            return plan_drawn(lengths, self._drawn, kin, *how)
+        if (drawn := self._draw[0]) is not None:
+            return plan_drawn(lengths, drawn, kin, *how)
         if not self.options.shuffle_documents:
             return plan_shared(lengths, kin, *how)
         order = self._document_order()
