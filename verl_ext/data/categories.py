@@ -166,12 +166,9 @@ class CategoryTable:
         table = {number: names.get(number, str(number)) for number in sorted({*names, *numbers})}
         return cls(tuple(table), tuple(_distinct(table, source).values()))
 
-    def index(self, category_ids: ArrayLike) -> NDArray[np.int64]:
-        """Return each id's dense index 1..C, 0 for 0; refuse unknown ids."""
-        return self._dense(category_ids)
-
     @cached_property
-    def _dense(self) -> NumberMap:
+    def index(self) -> NumberMap:
+        """The map of ids of any shape to dense indices 1..C, of 0 to 0, which refuses unknown ids."""
         return NumberMap({number: index for index, number in enumerate(self.ids, start=1)}, self._problem)
 
     def _problem(self, number: int) -> str:

@@ -125,11 +125,6 @@ class MixtureOptions(Options):
             for source in self.sources.values()
         )
 
-    @property
-    def needs_train_dir(self) -> bool:
-        """Whether a source draws from data.train_dir."""
-        return None in self.folders
-
     def all_folders(self, train_dir: Iterable[str]) -> tuple[str, ...]:
         """Return all folders, each once; raise ValueError if one is missing."""
         for name, own in zip(self.sources, self.folders, strict=True):

@@ -105,7 +105,7 @@ class SFTOptions(DatasetOptions):
     @property
     @override
     def needs_train_dir(self) -> bool:
-        return self.mixture_options is None or self.mixture_options.needs_train_dir
+        return self.mixture_options is None or None in self.mixture_options.folders
 
     @property
     def packing(self) -> "SFTOptions":
