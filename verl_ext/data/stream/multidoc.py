@@ -229,18 +229,14 @@ class MultiDocDataset(PackDataset):
             raise ValueError(f"data.num_samples must be null with data.sampling={chosen}; got {asked_samples}")
         return chosen
 
-    @override
-    def read_together(self, ranks: Ranks) -> None:
-        self.token_range = self._read_token_range(ranks)
-
     @cached_property
     def token_range(self) -> tuple[int, int]:
         """The lowest and the highest token id."""
-        return self._read_token_range(ONE_RANK)
+        self.read_together(ONE_RANK)
+        return vars(self)["token_range"]
 
-    def _read_token_range(self, ranks: Ranks) -> tuple[int, int]:
-        """Return (lowest, highest) token id, cached or read by all ranks; collective."""
-
+    @override
+    def read_together(self, ranks: Ranks) -> None:
         def read() -> Arrays:
             with ranks.guard():
                 part = [source.token_range(ranks.rank, ranks.size) for source in self.sources]
@@ -250,8 +246,7 @@ class MultiDocDataset(PackDataset):
         with ranks.guard():
             files = [[*map(file_state, source.index.files), source.index.digest] for source in self.sources]
         arrays = arrays_of_ranks(ranks, f"range-{fingerprint(files)}", read, self._root)
-        lowest, highest = arrays["token_range"].tolist()
-        return lowest, highest
+        self.token_range = tuple(arrays["token_range"].tolist())
 
     def __len__(self) -> int:
         return self._num
