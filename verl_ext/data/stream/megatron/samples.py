@@ -177,6 +177,7 @@ def cached_sample_indices(
             the arrays have changed (it names data.cache_dir).
     """
     chosen = None if documents is None else np.ascontiguousarray(documents, np.int32)
+    check_has_sample(count_tokens(index.lengths, chosen), seq_len + 1, index.key)
 
     def build() -> dict[str, NDArray[Any]]:
         built = build_sample_indices(index.lengths, chosen, seq_len, num_samples, seed, index.key)
