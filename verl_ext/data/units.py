@@ -112,9 +112,6 @@ class UnitRows:
         tokens: of each unit as it is packed, int64[U]. policy: one of OVER_LENGTH_OF_UNITS. Raises ValueError under
         `error` if one is longer.
         """
-        if policy not in OVER_LENGTH_OF_UNITS:
-            why = "a cut answer has no end, and a cut prompt asks another question"
-            raise ValueError(f"data.over_length must be error or drop for preferences: {why}; got {policy}")
         is_long = tokens > max_tokens
         if policy == "error" and is_long.any():
             longest = int(tokens.argmax())
