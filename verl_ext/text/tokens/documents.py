@@ -149,15 +149,11 @@ def join_documents(documents: Sequence[Document], category_id: int, num_bytes: i
         np.array([d.special_tokens for d in documents], np.int64),
         np.concatenate(categories) if categories else None,
         category_names=names if any(names) else None,
-        units=_units(documents),
+        units={name: np.array([getattr(d, name) for d in documents], kind) for name, kind in UNIT_COLUMNS.items()}
+        if any(document.answer for document in documents)
+        else None,
         **of_records,
     )
-
-
-def _units(documents: Sequence[Document]) -> dict[str, NDArray[Any]] | None:
-    if not any(document.answer for document in documents):
-        return None
-    return {name: np.array([getattr(d, name) for d in documents], kind) for name, kind in UNIT_COLUMNS.items()}
 
 
 def _concatenated(arrays: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
