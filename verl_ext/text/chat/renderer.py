@@ -128,11 +128,6 @@ class ChatRenderer:
         chosen = self.template.template or self.template.tokenizer.chat_template
         return chosen if isinstance(chosen, str) else None
 
-    @property
-    def turn_ends(self) -> list[str]:
-        """The texts that end an assistant's turn; the last ends a chat."""
-        return self.template.turn_ends
-
     def render(self, chat: Chat) -> list[RenderedTurns]:
         """Render a chat, or every learnt turn with `turns=each`. Raises `BadRecord`.
 
