@@ -195,7 +195,8 @@ class TurnSearch:
             return begin + self.template.token_edge(self.text[begin:reach], at + length)
         if self.places[place].words.kind is WordKind.CALLS and gap.strip():
             raise _mismatch(index, "begins with a tool call whose beginning cannot be found")
-        own = self.places[place].words.space_before
+        words = self.places[place].words.text
+        own = words[: len(words) - len(words.lstrip())]
         return first - len(own) if gap.endswith(own) else first
 
     @cached_property
