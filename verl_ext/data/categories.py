@@ -76,8 +76,7 @@ class FolderCategories:
     def read(cls, folders: Iterable[str]) -> "FolderCategories":
         """Read the folders' categories.json, if they have one.
 
-        Raises:
-            ValueError: if a file is not {"1": "name", …}, or gives two numbers the same name.
+        Raises ValueError if a file is not {"1": "name", …}, or gives two numbers the same name.
         """
         paths = [Path(folder) / CATEGORIES for folder in folders]
         files = [_read_file(path) for path in paths]

@@ -94,8 +94,7 @@ class CollatedDataset(PackDataset):
     ) -> None:
         """Make the user's object.
 
-        Raises:
-            ValueError: if its constructor needs other arguments, or it has no packs.
+        Raises ValueError if its constructor needs other arguments, or it has no packs.
         """
         node = config or {}
         options: Any = self.Options.read(node)

@@ -68,9 +68,8 @@ def scan_documents(
 
     keep: reuse the result of an earlier start, and keep this one's, in the cache of `datasets`.
 
-    Raises:
-        ValueError: if loss_mask is not 0 or 1, a category id is negative, or a loss_weight is negative or not finite
-            (it names the row); if there is no target at all; for answers that `check_answers` refuses.
+    Raises ValueError if loss_mask is not 0 or 1, a category id is negative, or a loss_weight is negative or not finite
+    (it names the row); if there is no target at all; for answers that `check_answers` refuses.
     """
     # Only documents without columns are read, and those that are cut or dropped, to report the loss.
     columns = data.document_columns

@@ -223,8 +223,7 @@ def draw_spans(
     Folder f of `folders` holds the rows first_rows[f]..first_rows[f+1]-1; `train_dir`: the folders of data.train_dir,
     for sources without folders of their own. The draw is the same in every epoch.
 
-    Raises:
-        ValueError: if a source or interval has no document, or a budget cannot be met at all.
+    Raises ValueError if a source or interval has no document, or a budget cannot be met at all.
     """
     span_edges = np.searchsorted(spans.row, first_rows)
     members = [

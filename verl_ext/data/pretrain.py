@@ -123,8 +123,7 @@ def find_text_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, st
     The files of a folder or a glob are sorted by name. A file's category is its name without suffixes; that of an Arrow
     folder or a Hub dataset is its full name.
 
-    Raises:
-        ValueError: if there is no file, or one has no known format or cannot be read; it names `key`.
+    Raises ValueError if there is no file, or one has no known format or cannot be read; it names `key`.
     """
 
     def category_of(file: SourceFile) -> str:

@@ -137,8 +137,7 @@ class MultiDocDataset(PackDataset):
         given: MultiDocOptions by name, which win over those of `config`.
         processor: verl's argument for images, not used.
 
-    Raises:
-        ValueError: if an option, a file or an index cannot be used; one line names the key and the value.
+    Raises ValueError if an option, a file or an index cannot be used; one line names the key and the value.
     """
 
     Options = MultiDocOptions

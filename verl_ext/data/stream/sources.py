@@ -104,8 +104,8 @@ class Source:
 def read_blend(blend: Any) -> list[tuple[float, str]]:
     """Return (weight, path) of each source of [[0.7, path], [0.3, path]].
 
-    Raises:
-        ValueError: if the form differs, a weight is negative or not finite, none is above 0, or a path is given twice.
+    Raises ValueError if the form differs, a weight is negative or not finite, none is above 0, or a path is given
+    twice.
     """
     pairs = plain(blend)
     try:

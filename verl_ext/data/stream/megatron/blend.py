@@ -39,8 +39,7 @@ def blend_order(weights: Sequence[float], n: int, *, block: int = BLOCK) -> Orde
 
     Sources of weight 0 are not drawn.
 
-    Raises:
-        ValueError: if weights are negative, all zero or not finite, or there are more than 32,767 of them.
+    Raises ValueError if weights are negative, all zero or not finite, or there are more than 32,767 of them.
     """
     check_blend_weights(weights)
     drawn = np.flatnonzero(weights).astype(np.int16)

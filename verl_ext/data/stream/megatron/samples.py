@@ -120,8 +120,7 @@ def build_sample_indices(
 ) -> SampleIndices:
     """Index `documents` (None: all) for num_samples or more (None: an epoch).
 
-    Raises:
-        ValueError: if there are fewer tokens than one sample has; it names `key`.
+    Raises ValueError if there are fewer tokens than one sample has; it names `key`.
     """
     num_tokens = count_tokens(lengths, documents)
     check_has_sample(num_tokens, seq_len + 1, key)
@@ -172,9 +171,8 @@ def cached_sample_indices(
 ) -> SampleIndices:
     """Return `build_sample_indices` of the index's `documents` (None: all), cached below `root`.
 
-    Raises:
-        ValueError: if the corpus is shorter than one sample (it names index.key), or if the root cannot be written or
-            the arrays have changed (it names data.cache_dir).
+    Raises ValueError if the corpus is shorter than one sample (it names index.key), or if the root cannot be written or
+    the arrays have changed (it names data.cache_dir).
     """
     chosen = None if documents is None else np.ascontiguousarray(documents, np.int32)
     check_has_sample(count_tokens(index.lengths, chosen), seq_len + 1, index.key)
@@ -195,9 +193,8 @@ def cached_blend(
 ) -> Order:
     """Return n samples' order by a rule of BLEND_RULES, cached below `root`.
 
-    Raises:
-        ValueError: if the weights cannot be used (it names `key`), or if the root cannot be written or the arrays have
-            changed (it names data.cache_dir).
+    Raises ValueError if the weights cannot be used (it names `key`), or if the root cannot be written or the arrays
+    have changed (it names data.cache_dir).
     """
     check_blend_weights(weights, key)
     name = _name("blend", [[float(weight) for weight in weights], n, rule])
