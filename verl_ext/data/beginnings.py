@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.cache import Arrays, fingerprint
-from verl_ext.data.ranks import Ranks, arrays_of_ranks
+from verl_ext.cache import fingerprint
+from verl_ext.data.ranks import Ranks, arrays_of_rank0
 from verl_ext.files import file_state
 from verl_ext.packing import Spans
 from verl_ext.packing.plan import Ints
@@ -39,16 +39,14 @@ def find_beginnings(data: "DocumentSource", spans: Spans, least: int) -> SharedB
 def beginnings_of_ranks(data: "DocumentSource", spans: Spans, least: int, ranks: Ranks) -> SharedBeginnings:
     """Return what :func:`find_beginnings` gives rank 0, which caches it; collective."""
 
-    def find() -> Arrays:
-        with ranks.guard():
-            found = find_beginnings(data, spans, least)._asdict() if ranks.rank == 0 else None
-        return ranks.broadcast(found)
+    def name() -> str:
+        # Of the same files, these sums tell how many documents are used and how they are cut.
+        used = [len(spans), *(int(values.sum(dtype=np.int64)) for values in (spans.row, spans.start, spans.length))]
+        files = [file_state(file.path) for file in data.files]
+        return f"shared-{fingerprint([FORMAT, BLOCK, least, files, used])}"
 
-    # Of the same files, these sums tell how many documents are used and how they are cut.
-    used = [len(spans), *(int(values.sum(dtype=np.int64)) for values in (spans.row, spans.start, spans.length))]
-    files = [file_state(file.path) for file in data.files]
-    name = f"shared-{fingerprint([FORMAT, BLOCK, least, files, used])}" if ranks.rank == 0 else ""
-    return SharedBeginnings(**arrays_of_ranks(ranks, name, find))
+    found = arrays_of_rank0(ranks, name, lambda: find_beginnings(data, spans, least)._asdict())
+    return SharedBeginnings(**found)
 
 
 def share_computed(data: "DocumentSource", spans: Spans, least: int) -> float | None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from verl_ext.cache import Arrays, fingerprint
 from verl_ext.data.arrow import fitting
 from verl_ext.data.omitted import OverLength, OverLengthCount, count_over_length, sum_by_category
-from verl_ext.data.ranks import ONE_RANK, Ranks, arrays_of_ranks
+from verl_ext.data.ranks import ONE_RANK, Ranks, arrays_of_rank0, arrays_of_ranks
 from verl_ext.files import CATEGORIES, file_state
 from verl_ext.packing import Spans, cut_spans
 from verl_ext.packing.plan import offsets_of
@@ -133,18 +133,13 @@ def check_answers(
     if not is_checked.any():
         return
 
-    def read() -> Arrays:
-        with ranks.guard():
-            if ranks.rank == 0:
-                _check_targets(data, is_checked & ~has_target, block_tokens)
-                chosen, rejected = (rows[is_checked[rows]] for rows in units.pairs)
-                _check_different(data, chosen, rejected, block_tokens)
+    def check() -> Arrays:
+        _check_targets(data, is_checked & ~has_target, block_tokens)
+        chosen, rejected = (rows[is_checked[rows]] for rows in units.pairs)
+        _check_different(data, chosen, rejected, block_tokens)
         return {"checked": np.flatnonzero(is_checked)[:1]}
 
-    if keep:
-        arrays_of_ranks(ranks, f"answers-{_fingerprint(data, is_checked)}" if ranks.rank == 0 else "", read)
-    else:
-        read()
+    arrays_of_rank0(ranks, (lambda: f"answers-{_fingerprint(data, is_checked)}") if keep else None, check)
 
 
 def _check_targets(data: "DocumentSource", is_read: NDArray[np.bool_], block_tokens: int) -> None:

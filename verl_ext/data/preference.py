@@ -25,14 +25,14 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from verl_ext.cache import Arrays, fingerprint
+from verl_ext.cache import fingerprint
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.beginnings import FORMAT, row_reader
 from verl_ext.data.dataset import DocumentSource
 from verl_ext.data.facts import scan_documents
 from verl_ext.data.omitted import OmittedDocuments, OverLength
 from verl_ext.data.options import DatasetOptions
-from verl_ext.data.ranks import Ranks, arrays_of_ranks
+from verl_ext.data.ranks import Ranks, arrays_of_rank0
 from verl_ext.data.sft import Selection, SFTDataSet
 from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.units import OVER_LENGTH_OF_UNITS, UnitRows
@@ -164,14 +164,11 @@ class PreferenceDataSet(SFTDataSet):
     def read_together(self, ranks: Ranks) -> None:
         if self.options.packing.share_prefixes:
 
-            def find() -> Arrays:
-                with ranks.guard():
-                    shared = self._shared if ranks.rank == 0 else None
-                return {"shared": ranks.broadcast(shared)}
+            def name() -> str:
+                files = [file_state(file.path) for file in self._data.files]
+                return f"units-{fingerprint([FORMAT, self.options.packing.share_least, files])}"
 
-            files = [file_state(file.path) for file in self._data.files]
-            name = f"units-{fingerprint([FORMAT, self.options.packing.share_least, files])}" if ranks.rank == 0 else ""
-            self._shared = arrays_of_ranks(ranks, name, find)["shared"]
+            self._shared = arrays_of_rank0(ranks, name, lambda: {"shared": self._shared})["shared"]
         with ranks.guard():
             self.plan = self._planned(NOTHING)
         self.scan = scan_documents(self._data, self.spans, self._over_length, ranks, keep=True)
