@@ -87,10 +87,16 @@ def parse_shards(content: str) -> tuple[Shard, ...]:
         raise ValueError(f"its {STATE} names no files")
     if state.get("_indices_data_files"):
         raise ValueError("its rows are in an order of their own: save it anew")
-    shards = tuple(_shard(file) for file in files)
+    shards = []
+    for file in files:
+        name, size, checksum = file.get("filename"), file.get("bytes"), file.get("xxh3_128")
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
+            raise ValueError(f"its {STATE} names files of other folders, or none: {str(name)[:80]!r}")
+        is_recorded = type(size) is int and isinstance(checksum, str)
+        shards.append(Shard(name, size, checksum) if is_recorded else Shard(name))
     if len({shard.name for shard in shards}) != len(shards):
         raise ValueError(f"its {STATE} names a file twice")
-    return shards
+    return tuple(shards)
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:
@@ -100,15 +106,6 @@ def read_shards(folder: Path) -> tuple[Shard, ...]:
         if not is_inside(folder / shard.name, folder):
             raise ValueError(f"its {shard.name} is a link out of the folder")
     return shards
-
-
-def _shard(file: dict[str, Any]) -> Shard:
-    name, size, checksum = file.get("filename"), file.get("bytes"), file.get("xxh3_128")
-    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
-        raise ValueError(f"its {STATE} names files of other folders, or none: {str(name)[:80]!r}")
-    if type(size) is not int or not isinstance(checksum, str):
-        return Shard(name)
-    return Shard(name, size, checksum)
 
 
 class DatasetWriter:
@@ -150,17 +147,25 @@ class DatasetWriter:
             self._write_pending()
 
     def close(self) -> None:
-        """Finish the shards, and write the files that name them."""
+        """Finish the shards, and write the files that name them, as `Dataset.save_to_disk` does."""
+        from datasets import DatasetInfo, Features  # here, because importing it takes a second
+
         self._write_pending()
         self._close_shard()
-        schema, shards = self._schema, []
+        schema, files, checksums = self._schema, [], []
         for number, (file, own) in enumerate(self._shards):
             path = Path(file.name)
             written = file if own.names == schema.names else _add_columns(path, schema)
             named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
             os.replace(path, named)
-            shards.append(Shard(named.name, written.size, written.checksum))
-        _write_metadata(self.folder, shards, schema)
+            files.append({"filename": named.name, "bytes": written.size, "xxh3_128": written.checksum})
+            checksums.append(written.checksum)
+        info = DatasetInfo(features=Features.from_arrow_schema(schema))
+        info.write_to_directory(str(self.folder), pretty_print=True)
+        unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
+        state = {**unformatted, "_output_all_columns": False, "_split": None}
+        name = fingerprint(checksums, digits=16)
+        write_json(self.folder / STATE, {**state, "_fingerprint": name, "_data_files": files})
 
     def abandon(self) -> None:
         """Close the open shard after an error."""
@@ -223,18 +228,6 @@ class DatasetWriter:
         answers = _alone(len(lengths)) if documents.units is None else list(map(pa.array, documents.units.values()))
         columns = [*lists[:3], *numbers, *hashes, *texts, *(answers if self.answered else ()), *lists[3:]]
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
-
-
-def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
-    """Write dataset_info.json and state.json like `Dataset.save_to_disk`."""
-    from datasets import DatasetInfo, Features  # here, because importing it takes a second
-
-    DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder), pretty_print=True)
-    unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
-    state = {**unformatted, "_output_all_columns": False, "_split": None}
-    files = [{"filename": shard.name, "bytes": shard.bytes, "xxh3_128": shard.xxh3_128} for shard in shards]
-    name = fingerprint([shard.xxh3_128 for shard in shards], digits=16)
-    write_json(folder / STATE, {**state, "_fingerprint": name, "_data_files": files})
 
 
 def is_marked(schema: pa.Schema) -> bool:
