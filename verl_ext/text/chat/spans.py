@@ -363,8 +363,7 @@ class TurnSearch:
         A block may contain more than the assistant generates, such as a header or the document's end. It may also lack
         the end of the turn.
         """
-        _, blocks = self.template.render_with_generation(self.chat)
-        blocks, turns, targets = joined_spans(blocks), self._turns(), []
+        blocks, turns, targets = joined_spans(self.template.generation_blocks(self.chat)), self._turns(), []
         for target in turns.targets:
             inside = [block for block in blocks if target.start < block[1] and block[0] < target.stop]
             if not inside:
