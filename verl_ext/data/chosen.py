@@ -19,7 +19,6 @@ from verl_ext.data.dataset import DocumentSource
 from verl_ext.data.omitted import OmittedDocuments
 from verl_ext.data.options import DatasetOptions
 from verl_ext.data.sft import SFTDataSet, SFTOptions
-from verl_ext.text.read.sources import absolute_path
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ChosenDataSet(SFTDataSet):
 
     @override
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
-        data = TokenizedData([absolute_path(path) for path in paths], key, with_answers=True)
+        data = TokenizedData(paths, key, with_answers=True)
         if data.units is None:
             needed = "the answers of preferences, as `verl-ext tokenize` writes them of chosen and rejected"
             raise ValueError(f"{key} must hold {needed}; got documents alone in {', '.join(data.folders)}: data=packed")

@@ -33,7 +33,6 @@ from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.units import UnitRows
 from verl_ext.options import option
 from verl_ext.packing.plan import index_type
-from verl_ext.text.read.sources import absolute_path
 
 _MEMBERS = ("lengths", "row", "categories")
 _KINDS = {"input_ids": "iu", "loss_mask": "iub", "category_ids": "iu", "loss_weight": "iuf"}
@@ -98,7 +97,7 @@ class DocumentDataset(SFTDataSet):
                 f"data.custom_cls.name must be a class with {', '.join(_MEMBERS)}; {cls.__name__} lacks "
                 f"{', '.join(lacking)}"
             )
-        self.paths = tuple(map(absolute_path, paths))
+        self.paths = tuple(paths)
         return OwnDocuments(self, key), None
 
     def row(self, document: int) -> Mapping[str, ArrayLike]:

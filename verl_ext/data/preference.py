@@ -41,7 +41,6 @@ from verl_ext.options import option
 from verl_ext.packing import STRATEGIES, PackPlan, Spans
 from verl_ext.packing.plan import Ints, index_type
 from verl_ext.packing.shared import NOTHING, SharedBeginnings, shared_with_before
-from verl_ext.text.read.sources import absolute_path
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ class PreferenceDataSet(SFTDataSet):
 
     @override
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
-        mixture, folders = self.options.mixture_options, [absolute_path(path) for path in paths]
-        data = TokenizedData(folders if mixture is None else mixture.all_folders(folders), key, with_answers=True)
+        data = TokenizedData(paths, key, with_answers=True)
         if data.units is None or not data.units.answer.any():
             needed = "the answers of preferences, as `verl-ext tokenize` writes them of chosen and rejected"
             raise ValueError(f"{key} must hold {needed}; got documents alone in {', '.join(data.folders)}: loss=token")

@@ -121,8 +121,10 @@ class SFTDataSet(PackDataset):
         paths: list[str] = []
         if self.options.needs_train_dir:
             paths = named_paths(key, self.paths_are, train_dir=train_dir, parquet_files=parquet_files)
+        self._train_dirs = [absolute_path(path) for path in paths]
+        folders = self._train_dirs if mixture is None else mixture.all_folders(self._train_dirs)
         # A text set tokenizes here, or finds its tokens in the cache.
-        self._data, rows = self._open(paths, tokenizer, key)
+        self._data, rows = self._open(folders, tokenizer, key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
         packing = self.options.packing
@@ -132,14 +134,11 @@ class SFTDataSet(PackDataset):
         self.key, self.max_tokens, self._padding_value = key, packing.max_tokens, padding_value or 0
         self._set = Selection(slice(None) if rows is None else rows)
         self._in_use = self._first_samples(max_samples) if max_samples > 0 else self._set
-        self._train_dirs = [absolute_path(path) for path in paths]
         self._plan_ahead()
 
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
-        """Return the data, and the rows of this set, ascending (None: all)."""
-        folders = [absolute_path(path) for path in paths]
-        mixture = self.options.mixture_options
-        return TokenizedData(folders if mixture is None else mixture.all_folders(folders), key), None
+        """Return the data of absolute paths, and the rows of this set, ascending (None: all)."""
+        return TokenizedData(paths, key), None
 
     def _plan_ahead(self) -> None:
         """Plan what needs no token, all of it unless documents share tokens."""
