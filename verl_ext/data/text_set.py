@@ -27,7 +27,7 @@ from verl_ext.data.omitted import OmittedDocuments
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.data.sft_options import SFTOptions
 from verl_ext.files import CATEGORIES, REPORT, write_json
-from verl_ext.options import option, options_of
+from verl_ext.options import option
 from verl_ext.redaction import redacted
 from verl_ext.text.arrow_folder import DatasetWriter
 from verl_ext.text.read.sources import SourceFile
@@ -106,9 +106,7 @@ class TextSet(SFTDataSet):
         # Categories are numbered from 1, in the order of their first files.
         names = list(dict.fromkeys(name for _, name in found))
         files = [replace(file, category_id=names.index(name) + 1) for file, name in found]
-        of_encoder = self.encoder.Options
-        own = of_encoder(**{name: getattr(options, name) for name in options_of(of_encoder)})
-        encoder = self.encoder(own, tokenizer, key)
+        encoder = self.encoder(self.encoder.Options.read(vars(options)), tokenizer, key)
         folder = cached_tokens(
             default_root("verl_ext_tokenized", options.cache_dir),
             lambda: tokens_fingerprint(files, encoder, names, code_digest(__name__)),
