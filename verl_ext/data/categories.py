@@ -10,7 +10,6 @@ Packs hold these numbers. The loss counts categories by their place in a Categor
 tokens are read: it also has the numbers of the data that no folder names.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from verl_ext.files import CATEGORIES
 from verl_ext.options import first_line
-from verl_ext.text.read.json_records import parse_json
+from verl_ext.text.read.json_records import parse_json, repeated_name
 
 SMALL, LEAST = 1 << 16, 1 << 10  # the most and, for numbers without a name, the least numbers in a table
 _HIGHEST = (1 << 62) - 1
@@ -136,10 +135,9 @@ def read_names(names: Any, source: object) -> dict[int, str]:
 
 def _distinct(names: dict[int, str], source: object) -> dict[int, str]:
     """Return the names; raise ValueError if two numbers have the same name."""
-    for name, count in Counter(names.values()).items():
-        if count > 1:
-            got = " and ".join(str(number) for number, other in names.items() if other == name)
-            raise ValueError(f"{source} must give every category its own name; got {name!r} for {got}")
+    if (name := repeated_name(names.values())) is not None:
+        got = " and ".join(str(number) for number, other in names.items() if other == name)
+        raise ValueError(f"{source} must give every category its own name; got {name!r} for {got}")
     return names
 
 
