@@ -23,6 +23,7 @@ from verl_ext.text.records.messages import (
     PlainText,
     Turn,
     TurnMask,
+    as_flag,
 )
 from verl_ext.text.records.preference import Content
 from verl_ext.text.records.tool_calls import called, tool_list
@@ -343,9 +344,8 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
         thinking = {"true": True, "false": False, "": None}.get(thinking.lower(), thinking)
     if thinking is None:
         return kwargs
-    if thinking not in (0, 1) or not isinstance(thinking, (bool, int, float)):
-        raise BadRecord("bad_template_kwargs", f"enable_thinking must be true or false; got {short_text(thinking)}")
-    if kwargs.setdefault("enable_thinking", bool(thinking)) != bool(thinking):
+    is_thinking = bool(as_flag(thinking, "enable_thinking", "bad_template_kwargs"))
+    if kwargs.setdefault("enable_thinking", is_thinking) != is_thinking:
         raise BadRecord("bad_template_kwargs", f"enable_thinking and {name} must agree; got {thinking} beside another")
     return kwargs
 
