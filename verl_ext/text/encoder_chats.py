@@ -234,10 +234,9 @@ class ChatEncoder(Encoder):
                     found = [_Item(*of_record, [text], record.weight) for text in self._texts(content)]
                 self._count_fields(record, tally.of(category))
                 items += found
-            except RecursionError:
-                bad = BadRecord("malformed_json", "the record is nested too deep")
-                items.append(_Item(place, number, category, tally.of(category), [bad]))
-            except BadRecord as bad:
+            except (BadRecord, RecursionError) as error:
+                too_deep = BadRecord("malformed_json", "the record is nested too deep")
+                bad = error if isinstance(error, BadRecord) else too_deep
                 items.append(_Item(place, number, category, tally.of(category), [bad]))
             tally.end_record(category)
         return items, keys
