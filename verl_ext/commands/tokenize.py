@@ -33,7 +33,7 @@ from verl_ext.text.encoder_tokens import TokenRecordEncoder, has_tokens
 from verl_ext.text.held_out import KEYS, RecordChoice
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.read.sources import SourceFile, find_source_files
-from verl_ext.text.tokenizing import lowest_keys, tokenize_files
+from verl_ext.text.tokenizing import key_above_lowest, tokenize_files
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Documents, NamedCategories
 from verl_ext.text.tokens.new_tokens import tokens_of
@@ -266,7 +266,7 @@ def _first_not_held_out(options: TokenizeOptions, files: Sequence[SourceFile], e
         return 0
     if isinstance(share, float):
         return round(share * KEYS)
-    return lowest_keys(files, encoder, share, read=_sampled(options, files, encoder, Counter()), **how).limit
+    return key_above_lowest(files, encoder, share, read=_sampled(options, files, encoder, Counter()), **how)
 
 
 def _sampled(

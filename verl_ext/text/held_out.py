@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.endpoint.reasoning import REASONING_TAGS
-from verl_ext.text.encoder import NO_KEY
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.preference import Content, Preference
 from verl_ext.text.tokens.counts import Counts
@@ -60,22 +59,6 @@ def _chat_key(chat: Chat, count: int, system: str | None) -> int:
         if number or role != "system" or text != system:
             words += [role, text.strip()]
     return hashed_key(["\0".join(words)])
-
-
-class LowestKeys:
-    """The lowest different keys of records, at most `count`."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self.keys = count, np.zeros(0, np.uint64)
-
-    def add(self, keys: NDArray[np.uint64]) -> None:
-        """Add the keys of a chunk."""
-        self.keys = np.unique(np.concatenate([self.keys, keys[keys != NO_KEY]]))[: self._count]
-
-    @property
-    def limit(self) -> int:
-        """The first key above all of them; 0 without any."""
-        return int(self.keys[-1]) + 1 if len(self.keys) else 0
 
 
 class RecordChoice:
