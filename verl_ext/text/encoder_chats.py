@@ -28,7 +28,7 @@ from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING
 from verl_ext.text.chat.renderer import ChatRenderer, RenderedTurns
 from verl_ext.text.chat.template import prints_date
-from verl_ext.text.encoder import NO_KEY, Encoder, Owner
+from verl_ext.text.encoder import NO_KEY, Encoder
 from verl_ext.text.held_out import content_key
 from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import Chunk, TextFile, read_record
@@ -125,7 +125,7 @@ class ChatEncoder(Encoder):
         items, keys = self._items(chunk, tally)
         tokens = iter(self._encoded([text for item in items for text in item.texts]))
         makers = (partial(self._documents, item, [next(tokens) for _ in item.texts]) for item in items)
-        owners = [Owner(item.place, item.counts, item.record) for item in items]
+        owners = [(item.place, item.counts, item.record) for item in items]
         documents = self.made(chunk, makers, owners, tally, keys)
         if "_chats" in vars(self):
             documents = replace(documents, chat_template=self._chats.jinja, end_of_chat=next(reversed(self.ends), None))

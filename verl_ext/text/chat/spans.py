@@ -26,7 +26,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl_ext.text.chat.marks import (
     TOOLS,
@@ -47,13 +47,8 @@ from verl_ext.text.records.tool_calls import functions_called
 EMPTY_TURN, REASONING_IN_CONTENT = "empty turn", "reasoning in content"  # unprinted, beside the labels of words
 _ANSWER = "Zq7a"  # marks the start of a plain answer
 _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
-
-
-class _Prompt(NamedTuple):
-    """A text before a turn, from the last words before it on."""
-
-    text: str
-    before_header: int  # the length of its part before the turn's header
+# A text before a turn, from the last words before it on, and the length of its part before the turn's header.
+_Prompt = tuple[str, int]
 
 
 def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
@@ -236,14 +231,14 @@ class TurnSearch:
         others = {
             old: values.get(name, "") for name, old in unmarked_fields(known[0]) if old and old != values.get(name)
         }
-        if not any(old in prompt.text for prompt in prompts for old in others):
+        if not any(old in prompt for prompt, _ in prompts for old in others):
             return prompts
         for prompt, before_header in prompts:
             for old, new in others.items():
                 before_header += prompt[:before_header].count(old) * (len(new) - len(old))
                 prompt = prompt.replace(old, new)
             if self._goes_on_with(prompt, before.last):
-                return [_Prompt(prompt, before_header)]
+                return [(prompt, before_header)]
         exact = *key, *values.items()
         if exact not in self._prompts:
             self._prompts[exact] = self._new_prompts(before, count), between[:1]
@@ -252,7 +247,7 @@ class TurnSearch:
     def _new_prompts(self, before: MarkedPlace | None, count: int) -> list[_Prompt]:
         """Render `count` messages with the generation prompt, or up to an answer."""
         own, messages = self.template.generation_prompt, self.marks.messages[:count]
-        prompts = []
+        prompts: list[_Prompt] = []
         for chat in [messages] if own else [[*messages, _PLAIN_ANSWER], messages]:
             marked = self.template.try_render(chat, self.marks.tools, generation=bool(own)) or ""
             has_answer = chat[-1:] == [_PLAIN_ANSWER] and _ANSWER in marked
@@ -260,7 +255,7 @@ class TurnSearch:
             if [place.number for place in places[-1:]] != ([before.number] if before else []):
                 continue
             if prompt := text[places[-1].last if places else 0 :]:
-                prompts.append(_Prompt(prompt, 0 if has_answer else len(prompt.removesuffix(own))))
+                prompts.append((prompt, 0 if has_answer else len(prompt.removesuffix(own))))
         return prompts
 
     def _end(self, place: MarkedPlace, limit: int, index: int, is_last: bool) -> tuple[int, str]:
