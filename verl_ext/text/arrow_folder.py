@@ -27,6 +27,7 @@ from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.tokens.documents import UNIT_COLUMNS, Documents
 
 STATE = "state.json"
+STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"  # of record batches
 SHARD_BYTES = 500 * 1000 * 1000
 BATCH_TOKENS = 1 << 22  # about so many per record batch; each batch costs 60 µs and 5 kB whenever the dataset is opened
 TOKEN_BYTES = 9  # input_ids, loss_mask and category_ids
