@@ -155,7 +155,6 @@ def _check_targets(data: "DocumentSource", is_read: NDArray[np.bool_], block_tok
 def _check_different(
     data: "DocumentSource", chosen: NDArray[np.int64], rejected: NDArray[np.int64], block_tokens: int
 ) -> None:
-    """Raise ValueError if the answers of a pair have the same tokens."""
     alike = data.lengths[chosen] == data.lengths[rejected]
     chosen, rejected = chosen[alike], rejected[alike]
     length = data.lengths[chosen].astype(np.int64)

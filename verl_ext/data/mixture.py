@@ -135,7 +135,6 @@ class MixtureOptions(Options):
 
 
 def _unknown_keys(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
-    """Return a line for each key that is no option."""
     return [unknown(str(name), options_of(cls), node=key) for name in node if name not in options_of(cls)]
 
 

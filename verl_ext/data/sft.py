@@ -147,7 +147,6 @@ class SFTDataSet(PackDataset):
             self.plan = self._planned(NOTHING)
 
     def _first_samples(self, count: int) -> Selection:
-        """Return the rows of the first `count` samples of the set."""
         return self._set.first(count)
 
     @cached_property

@@ -181,7 +181,6 @@ class DatasetWriter:
         return _schema_of(self.weighted, self.answered, self.texts, self.marked, self.first_blocks)
 
     def _write_pending(self) -> None:
-        """Write the pending documents as one record batch."""
         if not self._pending:
             return
         table = pa.Table.from_batches(self._pending).combine_chunks()
@@ -195,7 +194,6 @@ class DatasetWriter:
             self._close_shard()
 
     def _batch(self, documents: Documents) -> pa.RecordBatch:
-        """Return documents as rows, with their facts."""
         ids, mask, lengths = documents.input_ids, documents.loss_mask, documents.lengths
         ends = np.cumsum(lengths, dtype=np.int64)
         if ends[-1] > np.iinfo(np.int32).max:

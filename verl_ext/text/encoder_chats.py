@@ -359,7 +359,6 @@ class ChatEncoder(Encoder):
         return mask, weights, firsts, border_tokens
 
     def _count_chat(self, chat: RenderedTurns, counts: Counts) -> None:
-        """Count a chat's ends, and what its text changes or lacks."""
         for end in chat.ends:
             counts.end_of_turn[end] += 1
             if end and not self._is_one_token(end):

@@ -91,7 +91,6 @@ class TurnSearch:
         return with_borders(rendered, self.chat, self.places, self.template.special)
 
     def _turns(self) -> RenderedChat:
-        """Return the targets of every turn that is to be learnt."""
         unprinted, targets = self._unprinted(), []
         places = self.places
         runs = [[*run] for _, run in groupby(range(len(places)), key=lambda number: places[number].words.message)]

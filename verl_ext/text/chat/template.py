@@ -161,7 +161,6 @@ class ChatTemplate:
             return None
 
     def _as_given(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages in the form that the template receives."""
         return [_in_parts(message) for message in messages] if self._content_in_parts else messages
 
     def generation_blocks(self, chat: Chat) -> list[Span]:

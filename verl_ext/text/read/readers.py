@@ -228,7 +228,6 @@ def _row_record(header: list[str], row: list[str]) -> Any:
 
 
 def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
-    """Read the file as one record."""
     text, is_long = "", False
     try:
         with closing(text_blocks(source.path)) as blocks:

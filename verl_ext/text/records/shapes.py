@@ -330,7 +330,6 @@ def _says_something(message: Message) -> bool:
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    """Return the record's own arguments of the chat template."""
     if fields.values.keys().isdisjoint(TEMPLATE_ARGUMENTS):
         return {}
     thinking, name = fields.take("enable_thinking"), "chat_template_kwargs"

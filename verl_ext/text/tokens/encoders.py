@@ -250,7 +250,6 @@ class TextEncoder:
         return None if has_prefix else sizes
 
     def _is_normal(self, text: str) -> bool:
-        """Return whether the tokenizer's normalizer leaves a text unchanged."""
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is None or (text.isascii() and isinstance(normalizer, (normalizers.NFC, normalizers.NFKC))):
             return True
