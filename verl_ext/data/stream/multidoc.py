@@ -262,12 +262,10 @@ class MultiDocDataset(PackDataset):
             begins = np.cumsum(stop - start) - (stop - start)
         mask = np.ones(len(ids), np.int64)
         mask[begins] = 0
-        steps = np.ones(len(ids), np.int64)  # increments of the positions, which restart at each of `begins`
-        steps[0] = 0
-        steps[begins[1:]] = 1 - np.diff(begins)
+        positions = np.arange(len(ids)) - np.repeat(begins, np.diff(begins, append=len(ids)))
         row = {
             "input_ids": ids,
-            "position_ids": np.cumsum(steps),
+            "position_ids": positions,
             "loss_mask": mask,
             "category_ids": mask * (source + 1),
         }
