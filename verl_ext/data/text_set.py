@@ -8,8 +8,7 @@ CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
 
 import json
 import logging
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -65,24 +64,21 @@ class TextSet(SFTDataSet):
     the packs are; after that, rows are read from the cache. The constructor forms are those of SFTDataSet; in the
     family's own form, they take a path (or a list of paths), a tokenizer and max_length.
 
-    encoder: the class that turns files into documents; its `Options` are part of the family's. cut_reason: the report's
-    name for a document that lost tokens in tokenizing; cuts_targets: whether these tokens were targets. split: "train"
-    or "val" of the seeded random split of all documents; None: all. Other arguments are those of SFTDataSet.
+    encoder: the class that turns files into documents; its `Options` are part of the family's. find_files: a function
+    of paths and their key, which returns (file, category) of each and raises ValueError without any. cut_reason: the
+    report's name for a document that lost tokens in tokenizing; cuts_targets: whether these tokens were targets. split:
+    "train" or "val" of the seeded random split of all documents; None: all. Other arguments are those of SFTDataSet.
     """
 
     needs_tokenizer = True
     requires_max_tokens = False
     encoder: ClassVar[type[Any]]
+    find_files: Callable[[Sequence[str], str], list[tuple[SourceFile, str]]]
     _data: TokenizedData
     cut_reason: str
     cuts_targets = False
     split: str | None
     files: tuple[str, ...]
-
-    @staticmethod
-    @abstractmethod
-    def find_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
-        """Return (file, category) of paths; without any, raise ValueError naming `key`."""
 
     def __init__(
         self,
