@@ -15,7 +15,7 @@ from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError
 from verl_ext.text.chat.learnt import EMPTY_BLOCK, Learnt, Part, closes_again, without_empty_blocks
 from verl_ext.text.chat.options import ChatOptions
-from verl_ext.text.chat.parts import RenderedChat, is_opened
+from verl_ext.text.chat.parts import EMPTY_REASONING, REASONING, TOOL_CALL, RenderedChat, is_opened
 from verl_ext.text.chat.special_tokens import STAND_INS, SpecialTokens
 from verl_ext.text.chat.template import ChatTemplate, Span, joined_spans
 from verl_ext.text.chat.template_cache import TemplateCache
@@ -86,9 +86,8 @@ class ChatRenderer:
             )
         self._special, self._options, self._tokenizer, self._source = special, options, tokenizer, template
         self._stops = stop_tokens(tokenizer, options.model)
-        self._learnt = Learnt(
-            options.reasoning == "learn", options.tool_calls == "learn", options.empty_reasoning == "learn"
-        )
+        kinds = {REASONING: options.reasoning, TOOL_CALL: options.tool_calls, EMPTY_REASONING: options.empty_reasoning}
+        self._learnt = Learnt({kind: chosen == "learn" for kind, chosen in kinds.items()})
         self._cached_variant = lru_cache(VARIANTS)(self._new_variant)
         self._plain = self._new_variant("{}")  # for records without arguments of their own
         self.template = self._plain.chats.template
