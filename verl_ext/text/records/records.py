@@ -35,7 +35,6 @@ from verl_ext.text.records.shapes import (
     Fields,
     field_names,
     read_content,
-    shape_list,
 )
 
 ALL_SHAPES = (*SHAPES, *PREFERENCES)
@@ -203,5 +202,6 @@ def column_problems(columns: Mapping[str, Any]) -> list[str]:
     problems += filter(None, (choice_problem("a name in columns", name, FIELDS) for name in columns))
     named = [name for name, column in columns.items() if column and name not in SIDE_FIELDS]
     if not problems and not any(shape.names.issuperset(named) for shape in ALL_SHAPES):
-        problems.append(f"columns must name fields of one shape of {shape_list(ALL_SHAPES)}; got {', '.join(named)}")
+        shapes = " | ".join(map(str, ALL_SHAPES))
+        problems.append(f"columns must name fields of one shape of {shapes}; got {', '.join(named)}")
     return problems

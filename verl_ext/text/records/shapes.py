@@ -132,7 +132,7 @@ def read_content(fields: Fields, mapped: list[str], shapes: Sequence[Shape]) -> 
         for name in field_names(known_shapes):
             readable_value(fields.values.get(name))  # it may be what no shape was found without
         found = ", ".join(map(str, fields.values)) or "none"
-        known = f"known shapes: {shape_list(known_shapes)}; columns={{…}} renames"
+        known = f"known shapes: {' | '.join(map(str, known_shapes))}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
     if len(fitting) > 1:  # a shape wins if it has the fields of another shape and more
         fitting = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
@@ -248,11 +248,6 @@ SHAPES = (
         accepts=lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
     ),
 )
-
-
-def shape_list(shapes: Iterable[Shape]) -> str:
-    """Return the shapes as errors list them."""
-    return " | ".join(map(str, shapes))
 
 
 def field_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
