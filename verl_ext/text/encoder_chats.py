@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, one_line
+from verl_ext.text.chat.learnt import closes_again
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING
 from verl_ext.text.chat.renderer import ChatRenderer, RenderedTurns
@@ -369,7 +370,7 @@ class ChatEncoder(Encoder):
             counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
         counts.dropped_reasoning += chat.dropped_reasoning
         counts.dropped_blocks += chat.dropped_blocks
-        counts.closed_again += chat.closed_again
+        counts.closed_again += sum(closes_again(chat.text, part) for part in chat.parts)
 
 
 def _preference_counts(preference: Preference, texts: Sequence[Any], documents: Sequence[Document]) -> Counter[str]:

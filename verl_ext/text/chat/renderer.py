@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError
-from verl_ext.text.chat.learnt import EMPTY_BLOCK, Learnt, Part, closes_again, without_empty_blocks
+from verl_ext.text.chat.learnt import EMPTY_BLOCK, Learnt, Part, without_empty_blocks
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.parts import EMPTY_REASONING, REASONING, TOOL_CALL, RenderedChat, is_opened
 from verl_ext.text.chat.special_tokens import STAND_INS, SpecialTokens
@@ -57,11 +57,6 @@ class RenderedTurns(NamedTuple):
     def spans(self) -> list[Span]:
         """The characters that are learnt, with touching spans joined."""
         return joined_spans((part.start, part.stop) for part in self.learnt)
-
-    @property
-    def closed_again(self) -> int:
-        """The number of parts that close reasoning which is closed already."""
-        return sum(closes_again(self.text, part) for part in self.parts)
 
 
 class _Variant(NamedTuple):
