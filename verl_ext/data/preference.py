@@ -33,7 +33,7 @@ from verl_ext.data.facts import scan_documents
 from verl_ext.data.omitted import OmittedDocuments, OverLength
 from verl_ext.data.options import DatasetOptions
 from verl_ext.data.ranks import Ranks, arrays_of_rank0
-from verl_ext.data.sft import Selection, SFTDataSet
+from verl_ext.data.sft import Rows, SFTDataSet
 from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.units import OVER_LENGTH_OF_UNITS, UnitRows
 from verl_ext.files import file_state
@@ -101,8 +101,8 @@ class PreferenceDataSet(SFTDataSet):
             super()._plan_ahead()
 
     @override
-    def _first_samples(self, count: int) -> Selection:
-        return Selection(slice(int(self.units.starts[: count + 1][-1])))
+    def _first_samples(self, count: int) -> Rows:
+        return slice(int(self.units.starts[: count + 1][-1]))
 
     @cached_property
     def _shared(self) -> Ints:
@@ -126,7 +126,7 @@ class PreferenceDataSet(SFTDataSet):
     @cached_property
     def _kept(self) -> Ints:
         """The units in the packs, ascending."""
-        used = int(np.searchsorted(self.units.starts, len(self._in_use.of(self._data.lengths))))
+        used = int(np.searchsorted(self.units.starts, len(self._data.lengths[self._in_use])))
         tokens, policy = self._tokens[:used], self.options.packing.over_length
         kept = self.units.fitting(tokens, self.max_tokens, policy, self.key)
         if not (has_tokens := tokens[kept] > 0).any():
@@ -220,7 +220,7 @@ class PreferenceDataSet(SFTDataSet):
 
     def omitted_documents(self) -> list[OmittedDocuments]:
         """Return the documents that packs lack, those of long units among them."""
-        in_use, lengths = len(self._in_use.of(self._data.lengths)), self._data.lengths
+        in_use, lengths = len(self._data.lengths[self._in_use]), self._data.lengths
         dropped = np.setdiff1d(np.flatnonzero(lengths[:in_use]), self.spans.row, assume_unique=True)
         return [*self._omitted.by_category("drop", dropped, lengths[dropped]), *super().omitted_documents()]
 

@@ -22,7 +22,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -50,23 +50,12 @@ from verl_ext.packing.plan import index_type
 from verl_ext.packing.shared import NOTHING, SharedBeginnings, plan_drawn, plan_shared
 from verl_ext.text.read.sources import absolute_path
 
+Rows = NDArray[np.int64] | slice  # ascending numbers, or a slice from 0, as numbers take 8 bytes each
 
-class Selection(NamedTuple):
-    """Rows of the data, ascending."""
 
-    rows: Any  # int64[n], or a slice from 0, as numbers take 8 bytes each
-
-    def of(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the values of these rows."""
-        return values[self.rows]
-
-    def number(self, places: NDArray[Any]) -> NDArray[Any]:
-        """Return the row numbers at places of the selection."""
-        return places if isinstance(self.rows, slice) else self.rows[places]
-
-    def first(self, count: int | None) -> "Selection":
-        """Return the first `count` rows, or all of them."""
-        return Selection(slice(count) if isinstance(self.rows, slice) else self.rows[:count])
+def row_numbers(rows: Rows, places: NDArray[Any]) -> NDArray[Any]:
+    """Return the numbers of the rows at these places among `rows`."""
+    return places if isinstance(rows, slice) else rows[places]
 
 
 class SFTDataSet(PackDataset):
@@ -132,7 +121,7 @@ class SFTDataSet(PackDataset):
         if self._pads:
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, packing.max_tokens, padding_value or 0
-        self._set = Selection(slice(None) if rows is None else rows)
+        self._set: Rows = slice(None) if rows is None else rows
         self._in_use = self._first_samples(max_samples) if max_samples > 0 else self._set
         self._plan_ahead()
 
@@ -146,15 +135,15 @@ class SFTDataSet(PackDataset):
         if not self.options.packing.share_prefixes:
             self.plan = self._planned(NOTHING)
 
-    def _first_samples(self, count: int) -> Selection:
-        return self._set.first(count)
+    def _first_samples(self, count: int) -> Rows:
+        return slice(count) if isinstance(self._set, slice) else self._set[:count]
 
     @cached_property
     def spans(self) -> Spans:
         """The documents cut to the budget, in the order of their rows: the plan knows only pieces that fit."""
         packing = self.options.packing
-        spans = cut_spans(self._in_use.of(self._data.lengths), packing.max_tokens, packing.over_length, self.key)
-        return Spans(self._in_use.number(spans.row), spans.start, spans.length)
+        spans = cut_spans(self._data.lengths[self._in_use], packing.max_tokens, packing.over_length, self.key)
+        return Spans(row_numbers(self._in_use, spans.row), spans.start, spans.length)
 
     @property
     def _units(self) -> Spans:
@@ -193,7 +182,7 @@ class SFTDataSet(PackDataset):
     def _document_order(self) -> NDArray[np.integer]:
         """Return the spans in the order of shuffled documents, that of `datasets.Dataset.shuffle(seed)`."""
         place = np.arange(len(self._data.lengths))
-        rows = self._in_use.of(place)
+        rows = place[self._in_use]
         place[rows[np.random.default_rng(self.options.packing.seed).permutation(len(rows))]] = np.arange(len(rows))
         return np.argsort(place[self.spans.row], kind="stable").astype(index_type(len(self.spans)))
 
@@ -279,8 +268,8 @@ class SFTDataSet(PackDataset):
 
     @property
     def _over_length(self) -> OverLength:
-        places = np.flatnonzero(self._in_use.of(self._data.lengths) > self.max_tokens)
-        return OverLength(self._in_use.number(places), self.max_tokens, self.options.packing.over_length)
+        places = np.flatnonzero(self._data.lengths[self._in_use] > self.max_tokens)
+        return OverLength(row_numbers(self._in_use, places), self.max_tokens, self.options.packing.over_length)
 
     @override
     def facts(self, cost: CostModel = TOKENS) -> PackFacts:
@@ -325,15 +314,15 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def _omitted(self) -> OmittedReport:
-        columns, lengths = self._data.document_columns, self._set.of(self._data.lengths)
+        columns, lengths = self._data.document_columns, self._data.lengths[self._set]
         categories = None if columns is None else columns.category
         return OmittedReport(categories, self.category_names, int(lengths.sum(dtype=np.int64)))
 
     def omitted_documents(self) -> list[OmittedDocuments]:
         """Return the documents that packs lack, have cut or without targets."""
         lengths, scan = self._data.lengths, self.scan
-        used, all_of_set = self._in_use.of(lengths), self._set.of(lengths)
-        beyond = self._set.number(np.arange(len(used), len(all_of_set)))
+        used, all_of_set = lengths[self._in_use], lengths[self._set]
+        beyond = row_numbers(self._set, np.arange(len(used), len(all_of_set)))
         return [
             *self._omitted.over_length(scan.over_length, self.options.packing.over_length, used),
             *self._omitted.by_category("beyond max_samples", beyond, lengths[beyond]),

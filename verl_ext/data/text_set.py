@@ -23,7 +23,7 @@ from verl_ext.cache import default_root
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import split_rows
 from verl_ext.data.omitted import OmittedDocuments
-from verl_ext.data.sft import SFTDataSet
+from verl_ext.data.sft import SFTDataSet, row_numbers
 from verl_ext.data.sft_options import SFTOptions
 from verl_ext.files import CATEGORIES, REPORT, write_json
 from verl_ext.options import option
@@ -130,10 +130,10 @@ class TextSet(SFTDataSet):
         """
         columns = self._data.document_columns
         assert columns is not None, "a set of texts has them"
-        full, lengths = self._in_use.of(columns.full_length), self._in_use.of(self._data.lengths)
+        full, lengths = columns.full_length[self._in_use], self._data.lengths[self._in_use]
         cut = np.flatnonzero(full > lengths)
         report = replace(self._omitted, total=int(full.sum(dtype=np.int64))).by_category(
-            self.cut_reason, self._in_use.number(cut), full[cut], lengths[cut]
+            self.cut_reason, row_numbers(self._in_use, cut), full[cut], lengths[cut]
         )
         for row in report:
             row.targets_removed = row.tokens_removed if self.cuts_targets else 0
