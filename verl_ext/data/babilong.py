@@ -267,8 +267,8 @@ def _json_files(path: Path, key: str) -> list[Path]:
     wanted = f"{key} must name a BABILong JSON file, or a folder of them; {path}"
     if not path.exists():
         raise ValueError(f"{wanted} does not exist")
-    found = [file for file in (*path.glob("*.json"), *path.glob("*/*.json")) if file.is_file()]
-    found = [file for file in found if not file.name.startswith(".")]
+    files = (*path.glob("*.json"), *path.glob("*/*.json"))
+    found = [file for file in files if file.is_file() and not file.name.startswith(".")]
     if not found:
         raise ValueError(f"{wanted} has no *.json or */*.json")
     return sorted(found, key=_numbers_by_value)  # 2k before 10k
