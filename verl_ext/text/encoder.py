@@ -62,6 +62,11 @@ class Encoder(ABC):
         """The tokenizer. Raises `UsageError` if it cannot be loaded."""
         return load_tokenizer(self.options.model) if self.given_tokenizer is None else self.given_tokenizer
 
+    @cached_property
+    def vocabulary(self) -> int:
+        """One more than the highest id: `len(tokenizer)`, without gaps."""
+        return max(len(self.tokenizer), 1 + max(self.tokenizer.get_vocab().values(), default=-1))
+
     def open(self) -> None:
         """Make what any record needs. Raises `UsageError` if the tokenizer is unfit."""
         _ = self.tokenizer
