@@ -62,10 +62,10 @@ class PairOptions(SFTOptions):
     sharing_strategies: ClassVar[Iterable[str]] = tuple(STRATEGIES)  # a unit's documents follow each other in any order
 
     @override
-    def document_problems(self) -> Iterable[str]:
+    def problems(self) -> Iterable[str | None]:
         if self.pad_mode != "no_padding":
             yield f"data.pad_mode must be no_padding with data=preference; got {self.pad_mode}"
-        yield from super().document_problems()
+        yield from super().problems()
 
 
 class PreferenceDataSet(SFTDataSet):

@@ -72,10 +72,7 @@ class SFTOptions(DatasetOptions):
             except ValueError as error:
                 yield from str(error).splitlines()
         yield from super().problems()
-        yield from self.document_problems()
-
-    def document_problems(self) -> Iterable[str]:
-        """Yield a line for each mistake in documents' order and categories."""
+        # How documents are ordered and shared, and the names of their categories.
         implied = {**vars(self), **self.implied(vars(self))}
         strategy = implied["strategy"]
         if self.share_prefixes and not self.may_share:
