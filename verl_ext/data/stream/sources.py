@@ -78,7 +78,7 @@ class Source:
             parts = f"two parts of the one document and data.seq_len={seq_len} tokens between them"
             raise ValueError(f"data.train_ratio must leave {parts}; got {train_ratio} of {tokens} tokens")
         first, last = (0, cut) if split == "train" else (cut + seq_len, tokens)
-        index = IndexPart(self.index.prefix, self.index.key, first, last, check=False)
+        index = IndexPart(self.index.prefix, self.index.key, first, last)
         return replace(self, index=index, omitted_tokens=seq_len)
 
     def omitted_documents(self) -> Iterator[OmittedDocuments]:

@@ -266,8 +266,8 @@ class TokenIndex:
 class IndexPart(TokenIndex):
     """Tokens first..last-1 of a one-document index, as a document of its own."""
 
-    def __init__(self, prefix: str | Path, key: str, first: int, last: int, check: bool = True) -> None:
-        super().__init__(prefix, key, check)
+    def __init__(self, prefix: str | Path, key: str, first: int, last: int) -> None:
+        super().__init__(prefix, key, check=False)  # the whole index was checked
         assert self.num_documents == 1, "only a single document is cut"
         self.first_token = first
         self.pointers = self.pointers[:1] + first * self.dtype.itemsize
@@ -275,7 +275,7 @@ class IndexPart(TokenIndex):
         self.num_tokens = last - first
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return IndexPart, (self.prefix, self.key, self.first_token, self.first_token + self.num_tokens, False)
+        return IndexPart, (self.prefix, self.key, self.first_token, self.first_token + self.num_tokens)
 
     @cached_property
     def digest(self) -> str:
