@@ -183,7 +183,7 @@ def cached_sample_indices(
 
     of_documents = None if chosen is None else fingerprint(chosen, digits=64)
     facts = [[file_state(path) for path in index.files], index.digest, of_documents, seq_len, num_samples, seed]
-    name = _name("samples", facts)
+    name = f"samples-{fingerprint([FORMAT, *facts])}"
     cached_arrays(root, name, build)
     return CachedSampleIndices(root / name, index)
 
@@ -197,12 +197,8 @@ def cached_blend(
     have changed (it names data.cache_dir).
     """
     check_blend_weights(weights, key)
-    name = _name("blend", [[float(weight) for weight in weights], n, rule])
+    name = f"blend-{fingerprint([FORMAT, [float(weight) for weight in weights], n, rule])}"
     arrays = cached_arrays(
         root, name, lambda: dict(zip(("source", "sample"), BLEND_RULES[rule](weights, n), strict=True))
     )
     return arrays["source"], arrays["sample"]
-
-
-def _name(kind: str, facts: list[Any]) -> str:
-    return f"{kind}-{fingerprint([FORMAT, *facts])}"
