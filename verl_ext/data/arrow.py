@@ -25,11 +25,11 @@ from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import (
     DOCUMENT_COLUMNS,
     FIRST_BLOCK,
+    MARK,
     STATE,
     STREAM_END,
     TOKEN_COLUMNS,
     Shard,
-    is_marked,
     read_shards,
 )
 
@@ -62,7 +62,7 @@ def open_folder(folder: str, key: str) -> OpenFolder:
     except Exception as error:  # damaged bytes can make Arrow raise any error
         reason = first_line(error)
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
-    is_ours = all(is_marked(shard.schema) for shard in tables)
+    is_ours = all(MARK.items() <= (shard.schema.metadata or {}).items() for shard in tables)
     wanted = [*TOKEN_COLUMNS, *(DOCUMENT_COLUMNS if is_ours and tables else ())]
     if missing := [name for name in wanted if name not in names]:
         raise ValueError(

@@ -229,11 +229,6 @@ class DatasetWriter:
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
 
-def is_marked(schema: pa.Schema) -> bool:
-    """Return whether a shard's schema has MARK."""
-    return MARK.items() <= (schema.metadata or {}).items()
-
-
 @cache
 def _schema_of(weighted: bool, answered: bool, texts: tuple[str, ...], marked: bool, hashed: bool) -> pa.Schema:
     from datasets import Features  # here, because importing it takes a second
