@@ -208,9 +208,7 @@ class TurnSearch:
     def _prompts_before(self, before: MarkedPlace | None, index: int) -> list[_Prompt]:
         """Return the prompts that the model may get for message `index`.
 
-        They begin at the end of the last words before it.
-
-        The list is empty if the template refuses the chat up to there.
+        They begin at the end of the last words before it; there are none if the template refuses the chat up to there.
         """
         since = before.words.message if before else 0
         count = max(index, since + 1 if before else 0)
@@ -352,10 +350,8 @@ class TurnSearch:
     def _generation_blocks(self) -> RenderedChat:
         """Return the targets of a template that marks the generated text.
 
-        They are the parts of turns in its blocks.
-
-        A block may contain more than the assistant generates, such as a header or the document's end. It may also lack
-        the end of the turn.
+        They are the parts of turns in its blocks. A block may contain more than the assistant generates, such as a
+        header or the document's end. It may also lack the end of the turn.
         """
         blocks, turns, targets = joined_spans(self.template.generation_blocks(self.chat)), self._turns(), []
         for target in turns.targets:

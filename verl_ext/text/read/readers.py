@@ -242,10 +242,8 @@ def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
     """Yield (block, bytes of the file) for a text file.
 
-    The line ends are those of Python's text files.
-
-    A block ends with a line if no line is longer than a block. Raises `BadRecord` if the text is not UTF-8 or has a NUL
-    byte, and `DataError` if the file cannot be read.
+    The line ends are those of Python's text files. A block ends with a line if no line is longer than a block. Raises
+    `BadRecord` if the text is not UTF-8 or has a NUL byte, and `DataError` if the file cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(None, translate=True)
