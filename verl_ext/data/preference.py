@@ -143,7 +143,7 @@ class PreferenceDataSet(SFTDataSet):
 
     @property
     @override
-    def _units(self) -> Spans:
+    def _wholes(self) -> Spans:
         tokens = self._tokens[self._kept].astype(np.int32)
         return Spans(self.units.starts[self._kept], np.zeros(len(tokens), np.int64), tokens)
 

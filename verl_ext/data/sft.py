@@ -146,8 +146,8 @@ class SFTDataSet(PackDataset):
         return Spans(row_numbers(self._in_use, spans.row), spans.start, spans.length)
 
     @property
-    def _units(self) -> Spans:
-        """What a mixture draws and a plan orders: documents, whole preferences."""
+    def _wholes(self) -> Spans:
+        """What is drawn, ordered and packed as a whole: documents, or preferences."""
         return self.spans
 
     @cached_property
@@ -156,7 +156,7 @@ class SFTDataSet(PackDataset):
         if (mixture := self.options.mixture_options) is None:
             return None, ()
         of_data = self._data.folders, self._data.first_rows(), self._train_dirs
-        return draw_spans(mixture, self._units, *of_data, self.options.packing.seed)
+        return draw_spans(mixture, self._wholes, *of_data, self.options.packing.seed)
 
     @property
     def mixture_report(self) -> Sequence[MixtureRow]:
@@ -170,7 +170,7 @@ class SFTDataSet(PackDataset):
 
     def _planned(self, kin: SharedBeginnings) -> PackPlan:
         """Plan the packs of units, those of documents that share tokens together."""
-        packing, lengths = self.options.packing, self._units.length
+        packing, lengths = self.options.packing, self._wholes.length
         how = packing.max_tokens, packing.strategy, packing.seed
         if (drawn := self._draw[0]) is not None:
             return plan_drawn(lengths, drawn, kin, *how)
