@@ -17,7 +17,7 @@ from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.writer import TextIndexes, write_text_indexes
 from verl_ext.data.stream.multidoc import MultiDocOptions
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder, optimal_dtype, vocabulary_size
+from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder, optimal_dtype
 from verl_ext.text.read.readers import Chunk, ChunkSize, TextFile, read_files
 from verl_ext.text.read.sources import SourceFile, find_source_files
 from verl_ext.text.tokenizing import tokenize_files
@@ -129,7 +129,7 @@ class Numbers:
     [(65_499, 65_498, np.uint16), (65_500, 65_499, np.int32), (60_000, 65_600, np.int32), (2, 1, np.uint16)],
 )
 def test_tokens_are_as_wide_as_the_vocabulary_needs(size: int, highest: int, dtype: Any) -> None:
-    assert optimal_dtype(vocabulary_size(Numbers(size, highest))) == dtype
+    assert optimal_dtype(TextRecordEncoder(TextOptions(), Numbers(size, highest)).vocabulary) == dtype
     assert encoded({"text": f"{highest} 1"}, tokenizer=Numbers(size, highest)).input_ids.tolist() == [highest, 1, 0]
 
 

@@ -401,9 +401,6 @@ def test_units_longer_than_a_pack_are_an_error_or_left_out_whole_and_never_cut()
         ValueError, match=r"data.max_tokens must hold .*; got 10, and 1 of 3 .*\(rows 2\.\.3\) with 30 tokens"
     ):
         units.fitting(tokens, 10, "error", "DIR")
-    for policy in ("truncate", "split"):
-        with pytest.raises(ValueError, match=f"^data.over_length must be error or drop .*; got {policy}"):
-            units.fitting(tokens, 40, policy, "DIR")
 
 
 def test_show_draws_the_prompt_once_and_every_answer_below_it(tmp_path: Path, chatml: Path) -> None:

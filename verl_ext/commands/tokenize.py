@@ -33,9 +33,9 @@ from verl_ext.text.encoder_tokens import TokenRecordEncoder, has_tokens
 from verl_ext.text.held_out import KEYS, RecordChoice
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.read.sources import SourceFile, find_source_files
-from verl_ext.text.tokenizing import lowest_keys, tokenize_files
+from verl_ext.text.tokenizing import key_above_lowest, tokenize_files
 from verl_ext.text.tokens.counts import Counts
-from verl_ext.text.tokens.documents import Documents, NamedCategories
+from verl_ext.text.tokens.documents import Documents, numbered
 from verl_ext.text.tokens.new_tokens import tokens_of
 
 BITS = 128
@@ -167,9 +167,9 @@ def write_dataset(
     options, sources = options.dated(), list(options.sources)
     encoder: Encoder = ChatEncoder(options, sources)
     # Records name their categories, or else sources do; the numbers of tokenized records have no names.
-    names = NamedCategories([] if options.category_field else sources)
+    categories = {} if options.category_field else {name: number for number, name in enumerate(sources, start=1)}
     if has_tokens(files):
-        encoder, names = TokenRecordEncoder(options), NamedCategories()
+        encoder, categories = TokenRecordEncoder(options), {}
         # Megatron's pairs of indices have no place for a category of each token.
         if options.format == "megatron":
             raise UsageError("format must be arrow for tokenized records, whose category_ids it stores; got megatron")
@@ -187,7 +187,7 @@ def write_dataset(
     report = parts.parts[0].report
 
     def add(documents: Documents) -> Documents:
-        documents = names.numbered(documents)
+        documents = numbered(documents, categories)
         return parts.add([documents] if choice is None else choice.split(documents))
 
     tokenize_files(files, encoder, add, parts, read=_sampled(options, files, encoder, report.read), **how)
@@ -202,7 +202,7 @@ def write_dataset(
     for part in parts.parts:
         part.report.new_tokens = tokens_of(encoder.tokenizer, options.model)
         write_json(part.folder / REPORT, part.report.as_dict())
-        write_json(part.folder / CATEGORIES, {str(number): name for name, number in names.numbers.items()})
+        write_json(part.folder / CATEGORIES, {str(number): name for name, number in categories.items()})
     return report
 
 
@@ -266,7 +266,7 @@ def _first_not_held_out(options: TokenizeOptions, files: Sequence[SourceFile], e
         return 0
     if isinstance(share, float):
         return round(share * KEYS)
-    return lowest_keys(files, encoder, share, read=_sampled(options, files, encoder, Counter()), **how).limit
+    return key_above_lowest(files, encoder, share, read=_sampled(options, files, encoder, Counter()), **how)
 
 
 def _sampled(

@@ -25,14 +25,13 @@ from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import (
     DOCUMENT_COLUMNS,
     FIRST_BLOCK,
+    MARK,
     STATE,
+    STREAM_END,
     TOKEN_COLUMNS,
     Shard,
-    is_marked,
     read_shards,
 )
-
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # the end of a stream of record batches
 
 
 class OpenFolder(NamedTuple):
@@ -63,7 +62,7 @@ def open_folder(folder: str, key: str) -> OpenFolder:
     except Exception as error:  # damaged bytes can make Arrow raise any error
         reason = first_line(error)
         raise ValueError(f"{key} must be a complete dataset folder; {folder} cannot be opened: {reason}") from error
-    is_ours = all(is_marked(shard.schema) for shard in tables)
+    is_ours = all(MARK.items() <= (shard.schema.metadata or {}).items() for shard in tables)
     wanted = [*TOKEN_COLUMNS, *(DOCUMENT_COLUMNS if is_ours and tables else ())]
     if missing := [name for name in wanted if name not in names]:
         raise ValueError(
@@ -79,11 +78,11 @@ def _check_whole(path: Path, shard: Shard) -> None:
     """Raise ValueError if a shard is cut short, which Arrow may accept."""
     with path.open("rb") as file:
         size = file.seek(0, io.SEEK_END)
-        file.seek(max(0, size - len(_END)))
+        file.seek(max(0, size - len(STREAM_END)))
         end = file.read()
     if shard.bytes not in (None, size):
         raise ValueError(f"{path.name} has {size:,} bytes and had {shard.bytes:,} when it was tokenized")
-    if end != _END:
+    if end != STREAM_END:
         raise ValueError(f"{path.name} does not end as a stream of record batches does")
 
 

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from verl_ext.cache import fingerprint
 from verl_ext.data.babilong_answers import is_right_answer
-from verl_ext.data.options import DatasetOptions, missing_paths
+from verl_ext.data.options import DatasetOptions
 from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.text_set import TextSet, TextSetOptions
 from verl_ext.options import DataError, Options, UsageError, option, plain
@@ -72,6 +72,8 @@ class BABILongOptions(TextSetOptions, SampleOptions):
     """The options by which BABILong's records become rows."""
 
     reads: ClassVar[str] = "BABILong's JSON files"
+    no_mixture: ClassVar[str] = "for BABILong, whose rows are one sample each"
+    path_test = os.path.exists, "file or folder"
 
     train_ratio: float = option(
         0.9, "share of train_dir for training if val_dir is null; 1: no validation", above=0, most=1
@@ -84,16 +86,9 @@ class BABILongOptions(TextSetOptions, SampleOptions):
 
     @override
     def problems(self) -> Iterable[str | None]:
-        yield from SampleOptions.problems(self)
-        yield from self.document_problems()
+        yield from super().problems()
         if self.max_tokens not in (None, self.max_length):
             yield f"data.max_tokens must be data.max_length={self.max_length} for BABILong; got {self.max_tokens}"
-        if self.mixture is not None:
-            yield "data.mixture must be null for BABILong, whose rows are one sample each; got a mixture"
-
-    @override
-    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        return missing_paths(key, paths, os.path.exists, "file or folder")
 
     @property
     @override
@@ -272,8 +267,8 @@ def _json_files(path: Path, key: str) -> list[Path]:
     wanted = f"{key} must name a BABILong JSON file, or a folder of them; {path}"
     if not path.exists():
         raise ValueError(f"{wanted} does not exist")
-    found = [file for file in (*path.glob("*.json"), *path.glob("*/*.json")) if file.is_file()]
-    found = [file for file in found if not file.name.startswith(".")]
+    files = (*path.glob("*.json"), *path.glob("*/*.json"))
+    found = [file for file in files if file.is_file() and not file.name.startswith(".")]
     if not found:
         raise ValueError(f"{wanted} has no *.json or */*.json")
     return sorted(found, key=_numbers_by_value)  # 2k before 10k

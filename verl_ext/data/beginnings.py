@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.cache import Arrays, fingerprint
-from verl_ext.data.ranks import Ranks, arrays_of_ranks
+from verl_ext.cache import fingerprint
+from verl_ext.data.ranks import Ranks, arrays_of_rank0
 from verl_ext.files import file_state
 from verl_ext.packing import Spans
 from verl_ext.packing.plan import Ints
@@ -31,23 +31,22 @@ def find_beginnings(data: "DocumentSource", spans: Spans, least: int) -> SharedB
     A later piece of a document that was cut is taken to share nothing.
     """
     whole = np.flatnonzero(spans.start == 0)
-    kin = find_shared(spans.length[whole], least, _reader(data, spans, whole), _first_blocks(data, spans, whole))
+    read, first_blocks = row_reader(data, spans.row[whole]), _first_blocks(data, spans, whole)
+    kin = find_shared(spans.length[whole], least, read, first_blocks)
     return SharedBeginnings(whole[kin.documents], kin.shared)
 
 
 def beginnings_of_ranks(data: "DocumentSource", spans: Spans, least: int, ranks: Ranks) -> SharedBeginnings:
     """Return what :func:`find_beginnings` gives rank 0, which caches it; collective."""
 
-    def find() -> Arrays:
-        with ranks.guard():
-            found = find_beginnings(data, spans, least)._asdict() if ranks.rank == 0 else None
-        return ranks.broadcast(found)
+    def name() -> str:
+        # Of the same files, these sums tell how many documents are used and how they are cut.
+        used = [len(spans), *(int(values.sum(dtype=np.int64)) for values in (spans.row, spans.start, spans.length))]
+        files = [file_state(file.path) for file in data.files]
+        return f"shared-{fingerprint([FORMAT, BLOCK, least, files, used])}"
 
-    # Of the same files, these sums tell how many documents are used and how they are cut.
-    used = [len(spans), *(int(values.sum(dtype=np.int64)) for values in (spans.row, spans.start, spans.length))]
-    files = [file_state(file.path) for file in data.files]
-    name = f"shared-{fingerprint([FORMAT, BLOCK, least, files, used])}" if ranks.rank == 0 else ""
-    return SharedBeginnings(**arrays_of_ranks(ranks, name, find))
+    found = arrays_of_rank0(ranks, name, lambda: find_beginnings(data, spans, least)._asdict())
+    return SharedBeginnings(**found)
 
 
 def share_computed(data: "DocumentSource", spans: Spans, least: int) -> float | None:
@@ -65,7 +64,7 @@ def share_computed(data: "DocumentSource", spans: Spans, least: int) -> float | 
     sample = candidates[: int(np.searchsorted(tokens, SAMPLE_TOKENS)) + 1]
     if not len(sample):
         return 1.0
-    kin = find_shared(spans.length[sample], least, _reader(data, spans, sample))
+    kin = find_shared(spans.length[sample], least, row_reader(data, spans.row[sample]))
     saved = kin.saved_tokens / spans.length[sample].sum(dtype=np.int64) * tokens[-1]
     return 1.0 - float(saved) / int(spans.length.sum(dtype=np.int64))
 
@@ -74,11 +73,6 @@ def _first_blocks(data: "DocumentSource", spans: Spans, whole: Ints) -> NDArray[
     """Return first blocks' hashes of spans that begin a document, or None."""
     known = data.first_blocks
     return None if known is None else np.where(spans.length[whole] < BLOCK, SHORTER, known[spans.row[whole]])
-
-
-def _reader(data: "DocumentSource", spans: Spans, numbers: Ints) -> ReadTokens:
-    """Return a function that reads parts of the spans of these numbers."""
-    return row_reader(data, spans.row[numbers])
 
 
 def row_reader(data: "DocumentSource", rows: Ints | None = None) -> ReadTokens:

@@ -10,7 +10,6 @@ Packs hold these numbers. The loss counts categories by their place in a Categor
 tokens are read: it also has the numbers of the data that no folder names.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from verl_ext.files import CATEGORIES
 from verl_ext.options import first_line
-from verl_ext.text.read.json_records import parse_json
+from verl_ext.text.read.json_records import parse_json, repeated_name
 
 SMALL, LEAST = 1 << 16, 1 << 10  # the most and, for numbers without a name, the least numbers in a table
 _HIGHEST = (1 << 62) - 1
@@ -76,8 +75,7 @@ class FolderCategories:
     def read(cls, folders: Iterable[str]) -> "FolderCategories":
         """Read the folders' categories.json, if they have one.
 
-        Raises:
-            ValueError: if a file is not {"1": "name", …}, or gives two numbers the same name.
+        Raises ValueError if a file is not {"1": "name", …}, or gives two numbers the same name.
         """
         paths = [Path(folder) / CATEGORIES for folder in folders]
         files = [_read_file(path) for path in paths]
@@ -137,10 +135,9 @@ def read_names(names: Any, source: object) -> dict[int, str]:
 
 def _distinct(names: dict[int, str], source: object) -> dict[int, str]:
     """Return the names; raise ValueError if two numbers have the same name."""
-    for name, count in Counter(names.values()).items():
-        if count > 1:
-            got = " and ".join(str(number) for number, other in names.items() if other == name)
-            raise ValueError(f"{source} must give every category its own name; got {name!r} for {got}")
+    if (name := repeated_name(names.values())) is not None:
+        got = " and ".join(str(number) for number, other in names.items() if other == name)
+        raise ValueError(f"{source} must give every category its own name; got {name!r} for {got}")
     return names
 
 
@@ -166,12 +163,9 @@ class CategoryTable:
         table = {number: names.get(number, str(number)) for number in sorted({*names, *numbers})}
         return cls(tuple(table), tuple(_distinct(table, source).values()))
 
-    def index(self, category_ids: ArrayLike) -> NDArray[np.int64]:
-        """Return each id's dense index 1..C, 0 for 0; refuse unknown ids."""
-        return self._dense(category_ids)
-
     @cached_property
-    def _dense(self) -> NumberMap:
+    def index(self) -> NumberMap:
+        """The map of ids of any shape to dense indices 1..C, of 0 to 0, which refuses unknown ids."""
         return NumberMap({number: index for index, number in enumerate(self.ids, start=1)}, self._problem)
 
     def _problem(self, number: int) -> str:

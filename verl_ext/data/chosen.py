@@ -4,7 +4,7 @@ row      0 chosen   1 rejected   2 chosen   3 rejected   4 a document
 packs    0          2                       4
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,18 +19,13 @@ from verl_ext.data.dataset import DocumentSource
 from verl_ext.data.omitted import OmittedDocuments
 from verl_ext.data.options import DatasetOptions
 from verl_ext.data.sft import SFTDataSet, SFTOptions
-from verl_ext.text.read.sources import absolute_path
 
 
 @dataclass(frozen=True)
 class ChosenOptions(SFTOptions):
     """The options by which preferred answers become packs."""
 
-    @override
-    def problems(self) -> Iterable[str | None]:
-        if self.mixture is not None:
-            yield "data.mixture must be null with data=chosen, which leaves rows out; got a mixture"
-        yield from super().problems()
+    no_mixture: ClassVar[str] = "with data=chosen, which leaves rows out"
 
 
 class ChosenDataSet(SFTDataSet):
@@ -41,7 +36,7 @@ class ChosenDataSet(SFTDataSet):
 
     @override
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
-        data = TokenizedData([absolute_path(path) for path in paths], key, with_answers=True)
+        data = TokenizedData(paths, key, with_answers=True)
         if data.units is None:
             needed = "the answers of preferences, as `verl-ext tokenize` writes them of chosen and rejected"
             raise ValueError(f"{key} must hold {needed}; got documents alone in {', '.join(data.folders)}: data=packed")

@@ -27,14 +27,13 @@ from verl_ext.data.dataset import PackDataset, PackFacts
 from verl_ext.data.files_in_use import DataFile
 from verl_ext.data.options import DatasetOptions, named_paths
 from verl_ext.data.ranks import ONE_RANK, Ranks
-from verl_ext.options import first_line, option, spell
+from verl_ext.options import first_line, option, options_of, spell
 from verl_ext.packing import TOKENS, CostModel, PackPlan
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.read.sources import absolute_path
 
 COLUMNS = ("input_ids", "position_ids", "loss_mask")
 _KEY = "data.custom_cls.name"
-_THEIRS = {"strategy": "best_fit", "over_length": "error", "pad_mode": "no_padding", "mixture": None}
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class CollatedOptions(DatasetOptions):
 
     @override
     def problems(self) -> Iterable[str | None]:
-        for name, default in _THEIRS.items():
+        for name in ("strategy", "over_length", "pad_mode", "mixture"):
+            default = options_of(CollatedOptions)[name].default
             if (value := getattr(self, name)) != default:
                 yield (
                     f"data.{name} must be {spell(default)} for a class with a collate_fn, which makes the packs itself"
@@ -94,8 +94,7 @@ class CollatedDataset(PackDataset):
     ) -> None:
         """Make the user's object.
 
-        Raises:
-            ValueError: if its constructor needs other arguments, or it has no packs.
+        Raises ValueError if its constructor needs other arguments, or it has no packs.
         """
         node = config or {}
         options: Any = self.Options.read(node)

@@ -204,8 +204,7 @@ def open_datasets(
     node: the whole data node as a plain mapping, with a user's own keys; a class receives it as a DictConfig, as from
     verl. only_validation: nothing is trained on, and the validation set replaces the training set.
 
-    Raises:
-        ValueError: if the data or options cannot be used; the message names the key.
+    Raises ValueError if the data or options cannot be used; the message names the key.
     """
     data, options = DataOptions.read(node), family.Options.read(node)
 
@@ -241,8 +240,7 @@ def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -
     The members are those of torch.utils.data.random_split(data, [n, samples - n], generator=manual_seed(seed)) with
     n = int(train_ratio * samples).
 
-    Raises:
-        ValueError: if the part has no sample.
+    Raises ValueError if the part has no sample.
     """
     if split is None:
         return np.arange(samples)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from verl_ext.cache import Arrays, fingerprint
 from verl_ext.data.arrow import fitting
 from verl_ext.data.omitted import OverLength, OverLengthCount, count_over_length, sum_by_category
-from verl_ext.data.ranks import ONE_RANK, Ranks, arrays_of_ranks
+from verl_ext.data.ranks import ONE_RANK, Ranks, arrays_of_rank0, arrays_of_ranks
 from verl_ext.files import CATEGORIES, file_state
 from verl_ext.packing import Spans, cut_spans
 from verl_ext.packing.plan import offsets_of
@@ -68,9 +68,8 @@ def scan_documents(
 
     keep: reuse the result of an earlier start, and keep this one's, in the cache of `datasets`.
 
-    Raises:
-        ValueError: if loss_mask is not 0 or 1, a category id is negative, or a loss_weight is negative or not finite
-            (it names the row); if there is no target at all; for answers that `check_answers` refuses.
+    Raises ValueError if loss_mask is not 0 or 1, a category id is negative, or a loss_weight is negative or not finite
+    (it names the row); if there is no target at all; for answers that `check_answers` refuses.
     """
     # Only documents without columns are read, and those that are cut or dropped, to report the loss.
     columns = data.document_columns
@@ -134,18 +133,13 @@ def check_answers(
     if not is_checked.any():
         return
 
-    def read() -> Arrays:
-        with ranks.guard():
-            if ranks.rank == 0:
-                _check_targets(data, is_checked & ~has_target, block_tokens)
-                chosen, rejected = (rows[is_checked[rows]] for rows in units.pairs)
-                _check_different(data, chosen, rejected, block_tokens)
+    def check() -> Arrays:
+        _check_targets(data, is_checked & ~has_target, block_tokens)
+        chosen, rejected = (rows[is_checked[rows]] for rows in units.pairs)
+        _check_different(data, chosen, rejected, block_tokens)
         return {"checked": np.flatnonzero(is_checked)[:1]}
 
-    if keep:
-        arrays_of_ranks(ranks, f"answers-{_fingerprint(data, is_checked)}" if ranks.rank == 0 else "", read)
-    else:
-        read()
+    arrays_of_rank0(ranks, (lambda: f"answers-{_fingerprint(data, is_checked)}") if keep else None, check)
 
 
 def _check_targets(data: "DocumentSource", is_read: NDArray[np.bool_], block_tokens: int) -> None:
@@ -161,7 +155,6 @@ def _check_targets(data: "DocumentSource", is_read: NDArray[np.bool_], block_tok
 def _check_different(
     data: "DocumentSource", chosen: NDArray[np.int64], rejected: NDArray[np.int64], block_tokens: int
 ) -> None:
-    """Raise ValueError if the answers of a pair have the same tokens."""
     alike = data.lengths[chosen] == data.lengths[rejected]
     chosen, rejected = chosen[alike], rejected[alike]
     length = data.lengths[chosen].astype(np.int64)

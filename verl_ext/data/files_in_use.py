@@ -34,8 +34,7 @@ class DataFiles:
         files: the files in the order in which their documents are read.
         key: the config key that errors name.
 
-    Raises:
-        ValueError: if a file cannot be read.
+    Raises ValueError if a file cannot be read.
     """
 
     def __init__(self, files: Sequence[DataFile], key: str) -> None:

@@ -125,11 +125,6 @@ class MixtureOptions(Options):
             for source in self.sources.values()
         )
 
-    @property
-    def needs_train_dir(self) -> bool:
-        """Whether a source draws from data.train_dir."""
-        return None in self.folders
-
     def all_folders(self, train_dir: Iterable[str]) -> tuple[str, ...]:
         """Return all folders, each once; raise ValueError if one is missing."""
         for name, own in zip(self.sources, self.folders, strict=True):
@@ -140,7 +135,6 @@ class MixtureOptions(Options):
 
 
 def _unknown_keys(cls: type[Options], key: str, node: Mapping[Any, Any]) -> list[str]:
-    """Return a line for each key that is no option."""
     return [unknown(str(name), options_of(cls), node=key) for name in node if name not in options_of(cls)]
 
 
@@ -228,8 +222,7 @@ def draw_spans(
     Folder f of `folders` holds the rows first_rows[f]..first_rows[f+1]-1; `train_dir`: the folders of data.train_dir,
     for sources without folders of their own. The draw is the same in every epoch.
 
-    Raises:
-        ValueError: if a source or interval has no document, or a budget cannot be met at all.
+    Raises ValueError if a source or interval has no document, or a budget cannot be met at all.
     """
     span_edges = np.searchsorted(spans.row, first_rows)
     members = [

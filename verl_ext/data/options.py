@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -200,10 +200,3 @@ def named_paths(key: str, what: str, **given: Any) -> list[str]:
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
         raise ValueError(f"{key} must name {what}; got {named!r}")
     return [os.fspath(path) for path in paths]
-
-
-def missing_paths(key: str, paths: Any, exists: Callable[[str], bool], kind: str) -> Iterator[str]:
-    """Yield a line for each local path that is no existing `kind`."""
-    for path in paths if isinstance(paths, (list, tuple)) else [paths]:
-        if path and "://" not in str(path) and not exists(os.path.expanduser(str(path))):
-            yield f"{key} must be an existing {kind}; got {path}"

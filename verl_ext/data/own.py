@@ -31,9 +31,8 @@ from verl_ext.data.ranks import Ranks
 from verl_ext.data.sft import SFTDataSet
 from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.units import UnitRows
-from verl_ext.options import option, spell
+from verl_ext.options import option
 from verl_ext.packing.plan import index_type
-from verl_ext.text.read.sources import absolute_path
 
 _MEMBERS = ("lengths", "row", "categories")
 _KINDS = {"input_ids": "iu", "loss_mask": "iub", "category_ids": "iu", "loss_weight": "iuf"}
@@ -44,19 +43,15 @@ class CustomDocumentOptions(SFTOptions):
     """The options by which the documents of a custom dataset become packs."""
 
     reads: ClassVar[str] = DatasetOptions.reads
+    no_mixture: ClassVar[str] = "for a dataset class of one's own"
+    path_test = None  # the class itself decides what its paths name
     mixture: Any = option(None, "must be null: a mixture draws from tokenized folders")
 
     @override
     def problems(self) -> Iterable[str | None]:
-        if self.mixture is not None:
-            yield f"data.mixture must be null for a dataset class of one's own; got {spell(self.mixture)}"
-        yield from self.document_problems()
+        yield from super().problems()
         if self.category_names is not None:
             yield "data.category_names must be null for a dataset class of one's own, whose `categories` has the names"
-
-    @override
-    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        return ()  # the class itself decides what its paths name
 
 
 class DocumentDataset(SFTDataSet):
@@ -102,7 +97,7 @@ class DocumentDataset(SFTDataSet):
                 f"data.custom_cls.name must be a class with {', '.join(_MEMBERS)}; {cls.__name__} lacks "
                 f"{', '.join(lacking)}"
             )
-        self.paths = tuple(map(absolute_path, paths))
+        self.paths = tuple(paths)
         return OwnDocuments(self, key), None
 
     def row(self, document: int) -> Mapping[str, ArrayLike]:

@@ -25,24 +25,22 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from verl_ext.cache import Arrays, fingerprint
+from verl_ext.cache import fingerprint
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.beginnings import FORMAT, row_reader
 from verl_ext.data.dataset import DocumentSource
 from verl_ext.data.facts import scan_documents
 from verl_ext.data.omitted import OmittedDocuments, OverLength
 from verl_ext.data.options import DatasetOptions
-from verl_ext.data.ranks import Ranks, arrays_of_ranks
-from verl_ext.data.sft import Selection, SFTDataSet
+from verl_ext.data.ranks import Ranks, arrays_of_rank0
+from verl_ext.data.sft import Rows, SFTDataSet
 from verl_ext.data.sft_options import SFTOptions
 from verl_ext.data.units import OVER_LENGTH_OF_UNITS, UnitRows
 from verl_ext.files import file_state
 from verl_ext.options import option
-from verl_ext.packing import STRATEGIES, PackPlan, Spans, plan_packs
+from verl_ext.packing import STRATEGIES, PackPlan, Spans
 from verl_ext.packing.plan import Ints, index_type
 from verl_ext.packing.shared import NOTHING, SharedBeginnings, shared_with_before
-from verl_ext.packing.strategies import plan_repeated
-from verl_ext.text.read.sources import absolute_path
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,10 @@ class PairOptions(SFTOptions):
     sharing_strategies: ClassVar[Iterable[str]] = tuple(STRATEGIES)  # a unit's documents follow each other in any order
 
     @override
-    def document_problems(self) -> Iterable[str]:
+    def problems(self) -> Iterable[str | None]:
         if self.pad_mode != "no_padding":
             yield f"data.pad_mode must be no_padding with data=preference; got {self.pad_mode}"
-        yield from super().document_problems()
+        yield from super().problems()
 
 
 class PreferenceDataSet(SFTDataSet):
@@ -85,8 +83,7 @@ class PreferenceDataSet(SFTDataSet):
 
     @override
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
-        mixture, folders = self.options.mixture_options, [absolute_path(path) for path in paths]
-        data = TokenizedData(folders if mixture is None else mixture.all_folders(folders), key, with_answers=True)
+        data = TokenizedData(paths, key, with_answers=True)
         if data.units is None or not data.units.answer.any():
             needed = "the answers of preferences, as `verl-ext tokenize` writes them of chosen and rejected"
             raise ValueError(f"{key} must hold {needed}; got documents alone in {', '.join(data.folders)}: loss=token")
@@ -104,8 +101,8 @@ class PreferenceDataSet(SFTDataSet):
             super()._plan_ahead()
 
     @override
-    def _first_samples(self, count: int) -> Selection:
-        return Selection(slice(int(self.units.starts[: count + 1][-1])))
+    def _first_samples(self, count: int) -> Rows:
+        return slice(int(self.units.starts[: count + 1][-1]))
 
     @cached_property
     def _shared(self) -> Ints:
@@ -129,7 +126,7 @@ class PreferenceDataSet(SFTDataSet):
     @cached_property
     def _kept(self) -> Ints:
         """The units in the packs, ascending."""
-        used = int(np.searchsorted(self.units.starts, len(self._in_use.of(self._data.lengths))))
+        used = int(np.searchsorted(self.units.starts, len(self._data.lengths[self._in_use])))
         tokens, policy = self._tokens[:used], self.options.packing.over_length
         kept = self.units.fitting(tokens, self.max_tokens, policy, self.key)
         if not (has_tokens := tokens[kept] > 0).any():
@@ -137,43 +134,39 @@ class PreferenceDataSet(SFTDataSet):
             raise ValueError(f"data.max_tokens must hold at least one unit of {self.key}; {got}")
         return kept[has_tokens]
 
+    @cached_property
     @override
-    def _cut(self) -> Spans:
+    def spans(self) -> Spans:
         starts, sizes = self.units.starts[self._kept], self.units.sizes[self._kept]
         rows = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(sizes.sum())
         return Spans(rows, np.zeros(len(rows), np.int64), self._data.lengths[rows].astype(np.int32))
 
+    @property
     @override
-    def _to_draw(self) -> Spans:
+    def _wholes(self) -> Spans:
         tokens = self._tokens[self._kept].astype(np.int32)
         return Spans(self.units.starts[self._kept], np.zeros(len(tokens), np.int64), tokens)
 
     @override
+    def _document_order(self) -> NDArray[np.integer]:
+        units = len(self._kept)
+        return np.random.default_rng(self.options.packing.seed).permutation(units).astype(index_type(units))
+
+    @override
     def _planned(self, kin: SharedBeginnings) -> PackPlan:
-        packing, tokens, sizes = self.options.packing, self._tokens[self._kept], self.units.sizes[self._kept]
-        how = packing.max_tokens, packing.strategy, packing.seed
-        if self._drawn is not None:
-            plan = plan_repeated(tokens, self._drawn, *how)
-        elif self.options.shuffle_documents:
-            order = np.random.default_rng(packing.seed).permutation(len(tokens)).astype(index_type(len(tokens)))
-            plan = plan_packs(tokens[order], *how).renumbered(order)
-        else:
-            plan = plan_packs(tokens, *how)
-        begins = self._begins[self.spans.row] if packing.share_prefixes else None
-        return plan.expanded((np.cumsum(sizes) - sizes, sizes), begins)
+        sizes = self.units.sizes[self._kept]
+        begins = self._begins[self.spans.row] if self.options.packing.share_prefixes else None
+        return super()._planned(NOTHING).expanded((np.cumsum(sizes) - sizes, sizes), begins)
 
     @override
     def read_together(self, ranks: Ranks) -> None:
         if self.options.packing.share_prefixes:
 
-            def find() -> Arrays:
-                with ranks.guard():
-                    shared = self._shared if ranks.rank == 0 else None
-                return {"shared": ranks.broadcast(shared)}
+            def name() -> str:
+                files = [file_state(file.path) for file in self._data.files]
+                return f"units-{fingerprint([FORMAT, self.options.packing.share_least, files])}"
 
-            files = [file_state(file.path) for file in self._data.files]
-            name = f"units-{fingerprint([FORMAT, self.options.packing.share_least, files])}" if ranks.rank == 0 else ""
-            self._shared = arrays_of_ranks(ranks, name, find)["shared"]
+            self._shared = arrays_of_rank0(ranks, name, lambda: {"shared": self._shared})["shared"]
         with ranks.guard():
             self.plan = self._planned(NOTHING)
         self.scan = scan_documents(self._data, self.spans, self._over_length, ranks, keep=True)
@@ -227,7 +220,7 @@ class PreferenceDataSet(SFTDataSet):
 
     def omitted_documents(self) -> list[OmittedDocuments]:
         """Return the documents that packs lack, those of long units among them."""
-        in_use, lengths = len(self._in_use.of(self._data.lengths)), self._data.lengths
+        in_use, lengths = len(self._data.lengths[self._in_use]), self._data.lengths
         dropped = np.setdiff1d(np.flatnonzero(lengths[:in_use]), self.spans.row, assume_unique=True)
         return [*self._omitted.by_category("drop", dropped, lengths[dropped]), *super().omitted_documents()]
 

@@ -13,7 +13,7 @@ Padding is recognized by its position and not by its token. A pad token that equ
 last target.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,6 +51,8 @@ class PreTrainOptions(TextSetOptions, TextDocumentOptions):
     """The options of texts' rows; rows=padded sets max_tokens, strategy and pad_mode."""
 
     reads: ClassVar[str] = "files of text records"
+    no_mixture: ClassVar[str] = "for data=pretrain, which reads text"
+    path_test = None  # globs and URLs are checked when they are opened
 
     rows: str = option(
         "packed",
@@ -64,17 +66,6 @@ class PreTrainOptions(TextSetOptions, TextDocumentOptions):
         most=MOST_TOKENS,
     )
     mixture: Any = option(None, "must be null: give train_dir a list")
-
-    @override
-    def problems(self) -> Iterable[str | None]:
-        if self.mixture is not None:
-            yield "data.mixture must be null for data=pretrain, which reads text; got a mixture"
-        yield from TextDocumentOptions.problems(self)
-        yield from self.document_problems()
-
-    @override
-    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        return ()  # globs and URLs are checked when they are opened
 
     @classmethod
     @override
@@ -132,8 +123,7 @@ def find_text_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, st
     The files of a folder or a glob are sorted by name. A file's category is its name without suffixes; that of an Arrow
     folder or a Hub dataset is its full name.
 
-    Raises:
-        ValueError: if there is no file, or one has no known format or cannot be read; it names `key`.
+    Raises ValueError if there is no file, or one has no known format or cannot be read; it names `key`.
     """
 
     def category_of(file: SourceFile) -> str:

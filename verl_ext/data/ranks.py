@@ -54,3 +54,14 @@ def arrays_of_ranks(ranks: Ranks, name: str, make: Callable[[], Arrays], root: P
         with contextlib.suppress(ValueError, NotImplementedError):  # NotImplementedError if a file system has no locks
             cached_arrays(root, name, lambda: made)
     return made
+
+
+def arrays_of_rank0(ranks: Ranks, name: Callable[[], str] | None, make: Callable[[], Arrays]) -> Arrays:
+    """Return what `make` gives rank 0, by a cached `name` unless it is None; collective."""
+
+    def made() -> Arrays:
+        with ranks.guard():
+            arrays = make() if ranks.rank == 0 else None
+        return ranks.broadcast(arrays)
+
+    return made() if name is None else arrays_of_ranks(ranks, name() if ranks.rank == 0 else "", made)

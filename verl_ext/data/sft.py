@@ -22,7 +22,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,35 +45,17 @@ from verl_ext.data.usage import DataUse, data_use
 from verl_ext.files import CATEGORIES
 from verl_ext.metrics import LengthBins
 from verl_ext.options import plain, whole_number
-from verl_ext.packing import (
-    TOKENS,
-    CostModel,
-    PackPlan,
-    Spans,
-    cut_spans,
-    plan_packs,
-)
+from verl_ext.packing import TOKENS, CostModel, PackPlan, Spans, cut_spans, plan_packs
 from verl_ext.packing.plan import index_type
 from verl_ext.packing.shared import NOTHING, SharedBeginnings, plan_drawn, plan_shared
 from verl_ext.text.read.sources import absolute_path
 
+Rows = NDArray[np.int64] | slice  # ascending numbers, or a slice from 0, as numbers take 8 bytes each
 
-class Selection(NamedTuple):
-    """Rows of the data, ascending."""
 
-    rows: Any  # int64[n], or a slice from 0, as numbers take 8 bytes each
-
-    def of(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the values of these rows."""
-        return values[self.rows]
-
-    def number(self, places: NDArray[Any]) -> NDArray[Any]:
-        """Return the row numbers at places of the selection."""
-        return places if isinstance(self.rows, slice) else self.rows[places]
-
-    def first(self, count: int | None) -> "Selection":
-        """Return the first `count` rows, or all of them."""
-        return Selection(slice(count) if isinstance(self.rows, slice) else self.rows[:count])
+def row_numbers(rows: Rows, places: NDArray[Any]) -> NDArray[Any]:
+    """Return the numbers of the rows at these places among `rows`."""
+    return places if isinstance(rows, slice) else rows[places]
 
 
 class SFTDataSet(PackDataset):
@@ -128,8 +110,10 @@ class SFTDataSet(PackDataset):
         paths: list[str] = []
         if self.options.needs_train_dir:
             paths = named_paths(key, self.paths_are, train_dir=train_dir, parquet_files=parquet_files)
+        self._train_dirs = [absolute_path(path) for path in paths]
+        folders = self._train_dirs if mixture is None else mixture.all_folders(self._train_dirs)
         # A text set tokenizes here, or finds its tokens in the cache.
-        self._data, rows = self._open(paths, tokenizer, key)
+        self._data, rows = self._open(folders, tokenizer, key)
         if tokenizer is not None and tokenizer.pad_token_id is not None:
             padding_value = tokenizer.pad_token_id
         packing = self.options.packing
@@ -137,40 +121,33 @@ class SFTDataSet(PackDataset):
         if self._pads:
             whole_number("padding_value (the tokenizer's pad_token_id)", padding_value, least=0)
         self.key, self.max_tokens, self._padding_value = key, packing.max_tokens, padding_value or 0
-        self._set = Selection(slice(None) if rows is None else rows)
+        self._set: Rows = slice(None) if rows is None else rows
         self._in_use = self._first_samples(max_samples) if max_samples > 0 else self._set
-        self._train_dirs = [absolute_path(path) for path in paths]
         self._plan_ahead()
 
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
-        """Return the data, and the rows of this set, ascending (None: all)."""
-        folders = [absolute_path(path) for path in paths]
-        mixture = self.options.mixture_options
-        return TokenizedData(folders if mixture is None else mixture.all_folders(folders), key), None
+        """Return the data of absolute paths, and the rows of this set, ascending (None: all)."""
+        return TokenizedData(paths, key), None
 
     def _plan_ahead(self) -> None:
         """Plan what needs no token, all of it unless documents share tokens."""
-        _ = self.spans, self._drawn
+        _ = self.spans, self._draw
         if not self.options.packing.share_prefixes:
             self.plan = self._planned(NOTHING)
 
-    def _first_samples(self, count: int) -> Selection:
-        """Return the rows of the first `count` samples of the set."""
-        return self._set.first(count)
+    def _first_samples(self, count: int) -> Rows:
+        return slice(count) if isinstance(self._set, slice) else self._set[:count]
 
     @cached_property
     def spans(self) -> Spans:
-        """The documents after over-length handling, in the order of their rows."""
-        return self._cut()
-
-    def _cut(self) -> Spans:
-        """Cut documents to the budget, so that the plan knows only pieces that fit."""
+        """The documents cut to the budget, in the order of their rows: the plan knows only pieces that fit."""
         packing = self.options.packing
-        spans = cut_spans(self._in_use.of(self._data.lengths), packing.max_tokens, packing.over_length, self.key)
-        return Spans(self._in_use.number(spans.row), spans.start, spans.length)
+        spans = cut_spans(self._data.lengths[self._in_use], packing.max_tokens, packing.over_length, self.key)
+        return Spans(row_numbers(self._in_use, spans.row), spans.start, spans.length)
 
-    def _to_draw(self) -> Spans:
-        """Return what a mixture draws from."""
+    @property
+    def _wholes(self) -> Spans:
+        """What is drawn, ordered and packed as a whole: documents, or preferences."""
         return self.spans
 
     @cached_property
@@ -179,11 +156,7 @@ class SFTDataSet(PackDataset):
         if (mixture := self.options.mixture_options) is None:
             return None, ()
         of_data = self._data.folders, self._data.first_rows(), self._train_dirs
-        return draw_spans(mixture, self._to_draw(), *of_data, self.options.packing.seed)
-
-    @property
-    def _drawn(self) -> NDArray[np.int64] | None:
-        return self._draw[0]
+        return draw_spans(mixture, self._wholes, *of_data, self.options.packing.seed)
 
     @property
     def mixture_report(self) -> Sequence[MixtureRow]:
@@ -196,11 +169,11 @@ class SFTDataSet(PackDataset):
         return self._planned(find_beginnings(self._data, self.spans, self.options.packing.share_least))
 
     def _planned(self, kin: SharedBeginnings) -> PackPlan:
-        """Plan the packs, those of documents that share tokens together."""
-        packing, lengths = self.options.packing, self.spans.length
+        """Plan the packs of units, those of documents that share tokens together."""
+        packing, lengths = self.options.packing, self._wholes.length
         how = packing.max_tokens, packing.strategy, packing.seed
-        if self._drawn is not None:
-            return plan_drawn(lengths, self._drawn, kin, *how)
+        if (drawn := self._draw[0]) is not None:
+            return plan_drawn(lengths, drawn, kin, *how)
         if not self.options.shuffle_documents:
             return plan_shared(lengths, kin, *how)
         order = self._document_order()
@@ -209,7 +182,7 @@ class SFTDataSet(PackDataset):
     def _document_order(self) -> NDArray[np.integer]:
         """Return the spans in the order of shuffled documents, that of `datasets.Dataset.shuffle(seed)`."""
         place = np.arange(len(self._data.lengths))
-        rows = self._in_use.of(place)
+        rows = place[self._in_use]
         place[rows[np.random.default_rng(self.options.packing.seed).permutation(len(rows))]] = np.arange(len(rows))
         return np.argsort(place[self.spans.row], kind="stable").astype(index_type(len(self.spans)))
 
@@ -295,8 +268,8 @@ class SFTDataSet(PackDataset):
 
     @property
     def _over_length(self) -> OverLength:
-        places = np.flatnonzero(self._in_use.of(self._data.lengths) > self.max_tokens)
-        return OverLength(self._in_use.number(places), self.max_tokens, self.options.packing.over_length)
+        places = np.flatnonzero(self._data.lengths[self._in_use] > self.max_tokens)
+        return OverLength(row_numbers(self._in_use, places), self.max_tokens, self.options.packing.over_length)
 
     @override
     def facts(self, cost: CostModel = TOKENS) -> PackFacts:
@@ -341,15 +314,15 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def _omitted(self) -> OmittedReport:
-        columns, lengths = self._data.document_columns, self._set.of(self._data.lengths)
+        columns, lengths = self._data.document_columns, self._data.lengths[self._set]
         categories = None if columns is None else columns.category
         return OmittedReport(categories, self.category_names, int(lengths.sum(dtype=np.int64)))
 
     def omitted_documents(self) -> list[OmittedDocuments]:
         """Return the documents that packs lack, have cut or without targets."""
         lengths, scan = self._data.lengths, self.scan
-        used, all_of_set = self._in_use.of(lengths), self._set.of(lengths)
-        beyond = self._set.number(np.arange(len(used), len(all_of_set)))
+        used, all_of_set = lengths[self._in_use], lengths[self._set]
+        beyond = row_numbers(self._set, np.arange(len(used), len(all_of_set)))
         return [
             *self._omitted.over_length(scan.over_length, self.options.packing.over_length, used),
             *self._omitted.by_category("beyond max_samples", beyond, lengths[beyond]),

@@ -1,7 +1,7 @@
 """SFTOptions: how the documents of a tokenized dataset become packs."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,8 +11,8 @@ from typing_extensions import override
 from verl_ext.data.beginnings import SHARE_LEAST
 from verl_ext.data.categories import read_names
 from verl_ext.data.mixture import MixtureOptions
-from verl_ext.data.options import DatasetOptions, missing_paths
-from verl_ext.options import option
+from verl_ext.data.options import DatasetOptions
+from verl_ext.options import option, spell
 from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES
 
 PAD_MODES = ("no_padding", "right")
@@ -22,10 +22,15 @@ FREE_STRATEGIES = tuple(name for name in STRATEGIES if name not in _ORDERED)
 
 @dataclass(frozen=True)
 class SFTOptions(DatasetOptions):
-    """The options by which the documents of a tokenized dataset become packs."""
+    """The options by which the documents of a tokenized dataset become packs.
+
+    no_mixture: why a family refuses data.mixture, if it does. path_test: a test of a local path, and what it asks for.
+    """
 
     reads: ClassVar[str] = "the folder that `verl-ext tokenize` wrote"
     may_share: ClassVar[bool] = True
+    no_mixture: ClassVar[str] = ""
+    path_test: ClassVar[tuple[Callable[[str], bool], str] | None] = (os.path.isdir, "folder")
     sharing_strategies: ClassVar[Iterable[str]] = FREE_STRATEGIES
 
     strategy: str = option("best_fit", "how documents become packs", choices=STRATEGIES, resume="same")
@@ -59,14 +64,15 @@ class SFTOptions(DatasetOptions):
 
     @override
     def problems(self) -> Iterable[str | None]:
-        try:
-            _ = self.mixture_options
-        except ValueError as error:
-            yield from str(error).splitlines()
-        yield from self.document_problems()
-
-    def document_problems(self) -> Iterable[str]:
-        """Yield a line for each mistake in documents' order and categories."""
+        if self.mixture is not None and self.no_mixture:
+            yield f"data.mixture must be null {self.no_mixture}; got {spell(self.mixture)}"
+        else:
+            try:
+                _ = self.mixture_options
+            except ValueError as error:
+                yield from str(error).splitlines()
+        yield from super().problems()
+        # How documents are ordered and shared, and the names of their categories.
         implied = {**vars(self), **self.implied(vars(self))}
         strategy = implied["strategy"]
         if self.share_prefixes and not self.may_share:
@@ -88,12 +94,15 @@ class SFTOptions(DatasetOptions):
 
     @override
     def path_problems(self, key: str, paths: Any) -> Iterable[str]:
-        return missing_paths(key, paths, os.path.isdir, "folder")
+        exists, kind = self.path_test or (bool, "")
+        for path in paths if isinstance(paths, (list, tuple)) else [paths]:
+            if path and "://" not in str(path) and not exists(os.path.expanduser(str(path))):
+                yield f"{key} must be an existing {kind}; got {path}"
 
     @property
     @override
     def needs_train_dir(self) -> bool:
-        return self.mixture_options is None or self.mixture_options.needs_train_dir
+        return self.mixture_options is None or None in self.mixture_options.folders
 
     @property
     def packing(self) -> "SFTOptions":

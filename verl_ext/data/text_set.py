@@ -8,8 +8,7 @@ CACHE/<fingerprint>/       of the files, the tokenizer and the encoder's options
 
 import json
 import logging
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -24,10 +23,10 @@ from verl_ext.cache import default_root
 from verl_ext.data.arrow import TokenizedData
 from verl_ext.data.dataset import split_rows
 from verl_ext.data.omitted import OmittedDocuments
-from verl_ext.data.sft import SFTDataSet
+from verl_ext.data.sft import SFTDataSet, row_numbers
 from verl_ext.data.sft_options import SFTOptions
 from verl_ext.files import CATEGORIES, REPORT, write_json
-from verl_ext.options import option, options_of
+from verl_ext.options import option
 from verl_ext.redaction import redacted
 from verl_ext.text.arrow_folder import DatasetWriter
 from verl_ext.text.read.sources import SourceFile
@@ -65,24 +64,21 @@ class TextSet(SFTDataSet):
     the packs are; after that, rows are read from the cache. The constructor forms are those of SFTDataSet; in the
     family's own form, they take a path (or a list of paths), a tokenizer and max_length.
 
-    encoder: the class that turns files into documents; its `Options` are part of the family's. cut_reason: the report's
-    name for a document that lost tokens in tokenizing; cuts_targets: whether these tokens were targets. split: "train"
-    or "val" of the seeded random split of all documents; None: all. Other arguments are those of SFTDataSet.
+    encoder: the class that turns files into documents; its `Options` are part of the family's. find_files: a function
+    of paths and their key, which returns (file, category) of each and raises ValueError without any. cut_reason: the
+    report's name for a document that lost tokens in tokenizing; cuts_targets: whether these tokens were targets. split:
+    "train" or "val" of the seeded random split of all documents; None: all. Other arguments are those of SFTDataSet.
     """
 
     needs_tokenizer = True
     requires_max_tokens = False
     encoder: ClassVar[type[Any]]
+    find_files: Callable[[Sequence[str], str], list[tuple[SourceFile, str]]]
     _data: TokenizedData
     cut_reason: str
     cuts_targets = False
     split: str | None
     files: tuple[str, ...]
-
-    @staticmethod
-    @abstractmethod
-    def find_files(paths: Sequence[str], key: str) -> list[tuple[SourceFile, str]]:
-        """Return (file, category) of paths; without any, raise ValueError naming `key`."""
 
     def __init__(
         self,
@@ -106,9 +102,7 @@ class TextSet(SFTDataSet):
         # Categories are numbered from 1, in the order of their first files.
         names = list(dict.fromkeys(name for _, name in found))
         files = [replace(file, category_id=names.index(name) + 1) for file, name in found]
-        of_encoder = self.encoder.Options
-        own = of_encoder(**{name: getattr(options, name) for name in options_of(of_encoder)})
-        encoder = self.encoder(own, tokenizer, key)
+        encoder = self.encoder(self.encoder.Options.read(vars(options)), tokenizer, key)
         folder = cached_tokens(
             default_root("verl_ext_tokenized", options.cache_dir),
             lambda: tokens_fingerprint(files, encoder, names, code_digest(__name__)),
@@ -136,10 +130,10 @@ class TextSet(SFTDataSet):
         """
         columns = self._data.document_columns
         assert columns is not None, "a set of texts has them"
-        full, lengths = self._in_use.of(columns.full_length), self._in_use.of(self._data.lengths)
+        full, lengths = columns.full_length[self._in_use], self._data.lengths[self._in_use]
         cut = np.flatnonzero(full > lengths)
         report = replace(self._omitted, total=int(full.sum(dtype=np.int64))).by_category(
-            self.cut_reason, self._in_use.number(cut), full[cut], lengths[cut]
+            self.cut_reason, row_numbers(self._in_use, cut), full[cut], lengths[cut]
         )
         for row in report:
             row.targets_removed = row.tokens_removed if self.cuts_targets else 0

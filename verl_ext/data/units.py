@@ -7,9 +7,9 @@ pair_weight   1   1 | 2   2   2 | 1 | 1
 starts        0       2           5   6   7
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,31 +54,26 @@ class UnitRows:
     ) -> "UnitRows":
         """Read a folder's columns; raise ValueError for units that are broken."""
 
-        def refuse(requirement: str, got: object, row: int) -> NoReturn:
-            raise ValueError(f"{key} must have {requirement}; got {got} in row {row} of {folder}")
+        def refuse(wrong: NDArray[np.bool_], requirement: str, got: Callable[[int], object]) -> None:
+            if wrong.any():
+                row = int(wrong.argmax())
+                raise ValueError(f"{key} must have {requirement}; got {got(row)} in row {row} of {folder}")
 
-        rows, starts = len(unit), np.flatnonzero(unit)
-        if len(negative := np.flatnonzero(unit < 0)):
-            refuse("unit at least 0", unit[negative[0]], int(negative[0]))
-        if not len(starts) or starts[0]:
-            refuse("the first row of a unit before its others, which have unit 0", unit[0], 0)
-        ends = np.append(starts[1:], rows)
-        if len(wrong := np.flatnonzero(unit[starts] != ends - starts)):
-            at = int(wrong[0])
-            got = f"unit {unit[starts[at]]} and {ends[at] - starts[at] - 1} rows of unit 0 after it"
-            refuse("in a unit's first row the number of its rows, which follow each other", got, int(starts[at]))
-        if len(strange := np.flatnonzero(~np.isin(answer, (-1, 0, 1)))):
-            refuse("answer 1, -1 or 0", answer[strange[0]], int(strange[0]))
+        refuse(unit < 0, "unit at least 0", unit.__getitem__)
+        refuse(unit[:1] == 0, "the first row of a unit before its others, which have unit 0", unit.__getitem__)
+        starts = np.append(np.flatnonzero(unit), len(unit)).astype(np.int64)
+        sizes = np.zeros(len(unit), np.int64)
+        sizes[starts[:-1]] = np.diff(starts)
+        needed = "in a unit's first row the number of its rows, which follow each other"
+        refuse(unit != sizes, needed, lambda row: f"unit {unit[row]} and {sizes[row] - 1} rows of unit 0 after it")
+        refuse(~np.isin(answer, (-1, 0, 1)), "answer 1, -1 or 0", answer.__getitem__)
         # The first of several answers is preferred to each of the others.
-        expected = np.full(rows, -1)
-        expected[starts] = np.where(ends - starts > 1, 1, answer[starts])
-        if len(wrong := np.flatnonzero(answer != expected)):
-            row = int(wrong[0])
-            refuse("answer 1 in the first of a unit's rows, and -1 in its others", f"answer {answer[row]}", row)
-        if len(wrong := np.flatnonzero(~((pair_weight >= 0) & (pair_weight < np.inf)))):
-            refuse("pair_weight finite and at least 0", pair_weight[wrong[0]], int(wrong[0]))
-        weight = pair_weight[starts].astype(np.float64)
-        return cls(np.append(starts, rows).astype(np.int64), answer.astype(np.int8), weight)
+        expected = np.where(sizes > 1, 1, np.where(sizes == 1, answer, -1))
+        needed = "answer 1 in the first of a unit's rows, and -1 in its others"
+        refuse(answer != expected, needed, lambda row: f"answer {answer[row]}")
+        is_weight = (pair_weight >= 0) & (pair_weight < np.inf)
+        refuse(~is_weight, "pair_weight finite and at least 0", pair_weight.__getitem__)
+        return cls(starts, answer.astype(np.int8), pair_weight[starts[:-1]].astype(np.float64))
 
     @classmethod
     def joined(cls, parts: Sequence["UnitRows"]) -> "UnitRows":
@@ -117,9 +112,6 @@ class UnitRows:
         tokens: of each unit as it is packed, int64[U]. policy: one of OVER_LENGTH_OF_UNITS. Raises ValueError under
         `error` if one is longer.
         """
-        if policy not in OVER_LENGTH_OF_UNITS:
-            why = "a cut answer has no end, and a cut prompt asks another question"
-            raise ValueError(f"data.over_length must be error or drop for preferences: {why}; got {policy}")
         is_long = tokens > max_tokens
         if policy == "error" and is_long.any():
             longest = int(tokens.argmax())

@@ -27,6 +27,7 @@ from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.tokens.documents import UNIT_COLUMNS, Documents
 
 STATE = "state.json"
+STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"  # of record batches
 SHARD_BYTES = 500 * 1000 * 1000
 BATCH_TOKENS = 1 << 22  # about so many per record batch; each batch costs 60 µs and 5 kB whenever the dataset is opened
 TOKEN_BYTES = 9  # input_ids, loss_mask and category_ids
@@ -87,10 +88,16 @@ def parse_shards(content: str) -> tuple[Shard, ...]:
         raise ValueError(f"its {STATE} names no files")
     if state.get("_indices_data_files"):
         raise ValueError("its rows are in an order of their own: save it anew")
-    shards = tuple(_shard(file) for file in files)
+    shards = []
+    for file in files:
+        name, size, checksum = file.get("filename"), file.get("bytes"), file.get("xxh3_128")
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
+            raise ValueError(f"its {STATE} names files of other folders, or none: {str(name)[:80]!r}")
+        is_recorded = type(size) is int and isinstance(checksum, str)
+        shards.append(Shard(name, size, checksum) if is_recorded else Shard(name))
     if len({shard.name for shard in shards}) != len(shards):
         raise ValueError(f"its {STATE} names a file twice")
-    return shards
+    return tuple(shards)
 
 
 def read_shards(folder: Path) -> tuple[Shard, ...]:
@@ -100,15 +107,6 @@ def read_shards(folder: Path) -> tuple[Shard, ...]:
         if not is_inside(folder / shard.name, folder):
             raise ValueError(f"its {shard.name} is a link out of the folder")
     return shards
-
-
-def _shard(file: dict[str, Any]) -> Shard:
-    name, size, checksum = file.get("filename"), file.get("bytes"), file.get("xxh3_128")
-    if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
-        raise ValueError(f"its {STATE} names files of other folders, or none: {str(name)[:80]!r}")
-    if type(size) is not int or not isinstance(checksum, str):
-        return Shard(name)
-    return Shard(name, size, checksum)
 
 
 class DatasetWriter:
@@ -150,17 +148,25 @@ class DatasetWriter:
             self._write_pending()
 
     def close(self) -> None:
-        """Finish the shards, and write the files that name them."""
+        """Finish the shards, and write the files that name them, as `Dataset.save_to_disk` does."""
+        from datasets import DatasetInfo, Features  # here, because importing it takes a second
+
         self._write_pending()
         self._close_shard()
-        schema, shards = self._schema, []
+        schema, files, checksums = self._schema, [], []
         for number, (file, own) in enumerate(self._shards):
             path = Path(file.name)
             written = file if own.names == schema.names else _add_columns(path, schema)
             named = self.folder / f"data-{number:05d}-of-{len(self._shards):05d}.arrow"
             os.replace(path, named)
-            shards.append(Shard(named.name, written.size, written.checksum))
-        _write_metadata(self.folder, shards, schema)
+            files.append({"filename": named.name, "bytes": written.size, "xxh3_128": written.checksum})
+            checksums.append(written.checksum)
+        info = DatasetInfo(features=Features.from_arrow_schema(schema))
+        info.write_to_directory(str(self.folder), pretty_print=True)
+        unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
+        state = {**unformatted, "_output_all_columns": False, "_split": None}
+        name = fingerprint(checksums, digits=16)
+        write_json(self.folder / STATE, {**state, "_fingerprint": name, "_data_files": files})
 
     def abandon(self) -> None:
         """Close the open shard after an error."""
@@ -175,7 +181,6 @@ class DatasetWriter:
         return _schema_of(self.weighted, self.answered, self.texts, self.marked, self.first_blocks)
 
     def _write_pending(self) -> None:
-        """Write the pending documents as one record batch."""
         if not self._pending:
             return
         table = pa.Table.from_batches(self._pending).combine_chunks()
@@ -189,7 +194,6 @@ class DatasetWriter:
             self._close_shard()
 
     def _batch(self, documents: Documents) -> pa.RecordBatch:
-        """Return documents as rows, with their facts."""
         ids, mask, lengths = documents.input_ids, documents.loss_mask, documents.lengths
         ends = np.cumsum(lengths, dtype=np.int64)
         if ends[-1] > np.iinfo(np.int32).max:
@@ -223,23 +227,6 @@ class DatasetWriter:
         answers = _alone(len(lengths)) if documents.units is None else list(map(pa.array, documents.units.values()))
         columns = [*lists[:3], *numbers, *hashes, *texts, *(answers if self.answered else ()), *lists[3:]]
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
-
-
-def _write_metadata(folder: Path, shards: Sequence[Shard], schema: pa.Schema) -> None:
-    """Write dataset_info.json and state.json like `Dataset.save_to_disk`."""
-    from datasets import DatasetInfo, Features  # here, because importing it takes a second
-
-    DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder), pretty_print=True)
-    unformatted: dict[str, Any] = {"_format_columns": None, "_format_kwargs": {}, "_format_type": None}
-    state = {**unformatted, "_output_all_columns": False, "_split": None}
-    files = [{"filename": shard.name, "bytes": shard.bytes, "xxh3_128": shard.xxh3_128} for shard in shards]
-    name = fingerprint([shard.xxh3_128 for shard in shards], digits=16)
-    write_json(folder / STATE, {**state, "_fingerprint": name, "_data_files": files})
-
-
-def is_marked(schema: pa.Schema) -> bool:
-    """Return whether a shard's schema has MARK."""
-    return MARK.items() <= (schema.metadata or {}).items()
 
 
 @cache

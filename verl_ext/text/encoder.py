@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,18 +25,11 @@ from verl_ext.text.tokens.tokenizer import load_tokenizer
 
 # One document or several; it may raise BadRecord, or DataError for a text file that cannot be read.
 Maker = Callable[[], Document | Sequence[Document]]
+Owner = tuple[str, Counts, int]  # the record of a maker: its place, counts and number in the chunk
 NO_KEY = 2**64 - 1  # of a record that cannot be read
 
 # Reasons for which an option leaves a document out: they count it, and end no run.
 TOO_SHORT = "too_short"
-
-
-class Owner(NamedTuple):
-    """A maker's record: its place, counts and number in the chunk."""
-
-    place: str
-    counts: Counts
-    record: int
 
 
 class Encoder(ABC):
@@ -68,6 +61,11 @@ class Encoder(ABC):
     def tokenizer(self) -> Any:
         """The tokenizer. Raises `UsageError` if it cannot be loaded."""
         return load_tokenizer(self.options.model) if self.given_tokenizer is None else self.given_tokenizer
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """One more than the highest id: `len(tokenizer)`, without gaps."""
+        return max(len(self.tokenizer), 1 + max(self.tokenizer.get_vocab().values(), default=-1))
 
     def open(self) -> None:
         """Make what any record needs. Raises `UsageError` if the tokenizer is unfit."""
@@ -117,7 +115,7 @@ class Encoder(ABC):
         if tally is None:
             tally, owners = Tally(self.by_record), []
             for number, (place, _) in enumerate(chunk.records):
-                owners.append(Owner(place, tally.of(""), number))
+                owners.append((place, tally.of(""), number))
                 tally.end_record("")
         # A bad record is counted for its owner, or ends the chunk.
         documents: list[Document] = []

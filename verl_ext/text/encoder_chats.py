@@ -24,11 +24,12 @@ from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, one_line
+from verl_ext.text.chat.learnt import closes_again
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING
 from verl_ext.text.chat.renderer import ChatRenderer, RenderedTurns
 from verl_ext.text.chat.template import prints_date
-from verl_ext.text.encoder import NO_KEY, Encoder, Owner
+from verl_ext.text.encoder import NO_KEY, Encoder
 from verl_ext.text.held_out import content_key
 from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import Chunk, TextFile, read_record
@@ -49,7 +50,7 @@ Text = str | TextFile | RenderedTurns
 class _Item(NamedTuple):
     """A record's text or error; a chat with turns=each has several.
 
-    record: its number in the chunk. counts: those of its category, or of the record. more: the texts of the other
+    record: its number in the chunk. counts: those of its category, or of the record. texts: one, or those of all
     answers of a preference, which becomes documents or is bad as a whole.
     """
 
@@ -57,10 +58,9 @@ class _Item(NamedTuple):
     record: int
     category: str
     counts: Counts
-    text: Text | BadRecord
+    texts: Sequence[Text | BadRecord]
     weight: float | None = None
     preference: Preference | None = None
-    more: tuple[Text, ...] = ()
 
 
 class ShownText(NamedTuple):
@@ -124,9 +124,9 @@ class ChatEncoder(Encoder):
         """Return a chunk's documents, one for each text of its records."""
         tally = Tally(self.by_record)
         items, keys = self._items(chunk, tally)
-        tokens = iter(self._encoded([text for item in items for text in (item.text, *item.more)]))
-        makers = (partial(self._documents, item, [next(tokens) for _ in (item.text, *item.more)]) for item in items)
-        owners = [Owner(item.place, item.counts, item.record) for item in items]
+        tokens = iter(self._encoded([text for item in items for text in item.texts]))
+        makers = (partial(self._documents, item, [next(tokens) for _ in item.texts]) for item in items)
+        owners = [(item.place, item.counts, item.record) for item in items]
         documents = self.made(chunk, makers, owners, tally, keys)
         if "_chats" in vars(self):
             documents = replace(documents, chat_template=self._chats.jinja, end_of_chat=next(reversed(self.ends), None))
@@ -147,7 +147,7 @@ class ChatEncoder(Encoder):
         for each in content.answers if isinstance(content, Preference) else [content]:
             texts = self._texts(each)
             for text, encoded in zip(texts, self._encoded(texts), strict=True):
-                ids = self._document(_Item("", 0, "", Counts(), text), text, encoded, Counts()).input_ids
+                ids = self._document(_Item("", 0, "", Counts(), [text]), text, encoded, Counts()).input_ids
                 if isinstance(text, RenderedTurns) and isinstance(each, Chat):
                     prompts = [(turn, self._chats.prompt(each, turn).text) for turn in text.turns]
                     yield ShownText(text.text, ids, prompts)
@@ -191,7 +191,7 @@ class ChatEncoder(Encoder):
     @property
     def ends(self) -> list[str]:
         """The texts that end an assistant's turn; none before the first chat."""
-        return self._chats.turn_ends if "_chats" in vars(self) else []
+        return self._chats.template.turn_ends if "_chats" in vars(self) else []
 
     def ids(self, text: str) -> list[int]:
         """Return a text's token ids, without those added at either end."""
@@ -232,14 +232,13 @@ class ChatEncoder(Encoder):
                 if isinstance(content, Preference):
                     found = [self._unit(of_record, content, record.weight)]
                 else:
-                    found = [_Item(*of_record, text, record.weight) for text in self._texts(content)]
+                    found = [_Item(*of_record, [text], record.weight) for text in self._texts(content)]
                 self._count_fields(record, tally.of(category))
                 items += found
-            except RecursionError:
-                bad = BadRecord("malformed_json", "the record is nested too deep")
-                items.append(_Item(place, number, category, tally.of(category), bad))
-            except BadRecord as bad:
-                items.append(_Item(place, number, category, tally.of(category), bad))
+            except (BadRecord, RecursionError) as error:
+                too_deep = BadRecord("malformed_json", "the record is nested too deep")
+                bad = error if isinstance(error, BadRecord) else too_deep
+                items.append(_Item(place, number, category, tally.of(category), [bad]))
             tally.end_record(category)
         return items, keys
 
@@ -258,8 +257,7 @@ class ChatEncoder(Encoder):
         if any(len(texts) > 1 for texts in found):
             needed = "turns must be all or last for answers of several assistant turns, which are one document"
             raise BadRecord("several_turns", f"{needed}; got {self.options.turns}")
-        first, *others = (texts[0] for texts in found)
-        return _Item(*of_record, first, weight, preference, tuple(others))
+        return _Item(*of_record, [texts[0] for texts in found], weight, preference)
 
     def _texts(self, content: Chat | PlainText) -> Sequence[Text]:
         if isinstance(content, Chat):
@@ -302,15 +300,15 @@ class ChatEncoder(Encoder):
     def _documents(self, item: _Item, encoded: Sequence[Encoded | Exception]) -> list[Document]:
         """Make an item's documents, all or none; raise `BadRecord` for none."""
         counts = item.counts
-        if item.preference is None or isinstance(item.text, BadRecord):
-            return [self._document(item, item.text, encoded[0], counts)]
-        own, texts = Counts(), [item.text, *item.more]
+        if item.preference is None:
+            return [self._document(item, item.texts[0], encoded[0], counts)]
+        own = Counts()
         plain = item._replace(weight=None)  # the record's weight is that of its pairs, and not of their tokens
-        found = [self._document(plain, text, each, own) for text, each in zip(texts, encoded, strict=True)]
+        found = [self._document(plain, text, each, own) for text, each in zip(item.texts, encoded, strict=True)]
         if any(np.array_equal(found[0].input_ids, other.input_ids) for other in found[1:]):
             raise BadRecord("same_answers", "the preferred answer and another one have the same tokens")
         counts.add(own)
-        counts.preferences.update(_preference_counts(item.preference, texts, found))
+        counts.preferences.update(_preference_counts(item.preference, item.texts, found))
         weight = 1.0 if item.weight is None else item.weight
         units = [len(found), *[0] * (len(found) - 1)]
         return [
@@ -323,8 +321,11 @@ class ChatEncoder(Encoder):
         if isinstance(encoded, Exception):
             raise encoded
         ids, weights, chat = encoded.ids, None, text if isinstance(text, RenderedTurns) else None
-        if chat is None:
-            ids = self._with_eos(ids)
+        if chat is None and (eos := self.tokenizer.eos_token_id) is None:
+            name = self.options.model.tokenizer
+            raise UsageError(f"the tokenizer of {name} must have an eos_token for text records")
+        if chat is None and not (len(ids) and ids[-1] == eos):
+            ids = np.append(ids, np.int32(eos))
         self.check_length(len(ids))
         if chat is None:
             mask = np.ones(len(ids), dtype=np.int8)
@@ -358,15 +359,7 @@ class ChatEncoder(Encoder):
             weights[mask == 0] = 1
         return mask, weights, firsts, border_tokens
 
-    def _with_eos(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        eos = self.tokenizer.eos_token_id
-        if eos is None:
-            name = self.options.model.tokenizer
-            raise UsageError(f"the tokenizer of {name} must have an eos_token for text records")
-        return ids if len(ids) and ids[-1] == eos else np.append(ids, np.int32(eos))
-
     def _count_chat(self, chat: RenderedTurns, counts: Counts) -> None:
-        """Count a chat's ends, and what its text changes or lacks."""
         for end in chat.ends:
             counts.end_of_turn[end] += 1
             if end and not self._is_one_token(end):
@@ -377,10 +370,10 @@ class ChatEncoder(Encoder):
             counts.context_parts.update(part.kind for part in chat.parts if not part.weight)
         counts.dropped_reasoning += chat.dropped_reasoning
         counts.dropped_blocks += chat.dropped_blocks
-        counts.closed_again += chat.closed_again
+        counts.closed_again += sum(closes_again(chat.text, part) for part in chat.parts)
 
 
-def _preference_counts(preference: Preference, texts: Sequence[Text], documents: Sequence[Document]) -> Counter[str]:
+def _preference_counts(preference: Preference, texts: Sequence[Any], documents: Sequence[Document]) -> Counter[str]:
     """Count a preference, and its pairs of unequal length, parts or ends."""
     counts = Counter(units=1, pairs=len(documents) - 1, labels=int(len(documents) == 1), tied=preference.tied)
     lengths = [int(document.loss_mask.sum()) for document in documents]

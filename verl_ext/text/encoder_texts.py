@@ -59,11 +59,6 @@ def optimal_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
 
 
-def vocabulary_size(tokenizer: Any) -> int:
-    """Return one more than the highest id: `len(tokenizer)`, without gaps."""
-    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
-
-
 def without_middle(ids: NDArray[Any], most: int, last: int) -> NDArray[Any]:
     """Return at most so many ids: the first and the `last` ones."""
     return ids if len(ids) <= most else np.concatenate([ids[: most - last], ids[len(ids) - last :]])
@@ -84,11 +79,6 @@ class TextRecordEncoder(Encoder):
         super().__init__(options, tokenizer, key)
         self.add_bos = add_bos
         self.columns = options.text_keys
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """The number of tokens, as `vocabulary_size` counts them."""
-        return vocabulary_size(self.tokenizer)
 
     @cached_property
     def first(self) -> list[int]:

@@ -7,7 +7,7 @@ The tokens, targets and categories are those of the record, also where one docum
 
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder import Encoder
-from verl_ext.text.encoder_texts import vocabulary_size
 from verl_ext.text.held_out import hashed_key
 from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
@@ -49,10 +48,6 @@ class TokenRecordEncoder(Encoder):
     options: ChatOptions
     columns = COLUMNS
 
-    @cached_property
-    def _vocabulary(self) -> int:
-        return vocabulary_size(self.tokenizer)
-
     def open(self) -> None:
         """Load the tokenizer. Raises `UsageError` for options that records cannot meet."""
         if self.options.category_field:
@@ -62,7 +57,7 @@ class TokenRecordEncoder(Encoder):
 
     def fingerprint(self) -> str:
         """Return the vocabulary's size, which decides documents besides the options."""
-        return str(self._vocabulary)
+        return str(self.vocabulary)
 
     def encode(self, chunk: Chunk) -> Documents:
         """Return the documents of a chunk, one for each record."""
@@ -74,7 +69,7 @@ class TokenRecordEncoder(Encoder):
 
     def _document(self, raw: Any) -> Document:
         record = read_record(raw)
-        ids = _numbers(record, "input_ids", self._vocabulary - 1)
+        ids = _numbers(record, "input_ids", self.vocabulary - 1)
         mask = _numbers(record, "loss_mask", 1, len(ids)).astype(np.int8)
         categories = _numbers(record, "category_ids", np.iinfo(np.int32).max, len(ids))
         if (length := readable_value(record.get("length"))) not in (None, len(ids)):

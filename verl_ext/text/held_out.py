@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.endpoint.reasoning import REASONING_TAGS
-from verl_ext.text.encoder import NO_KEY
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.preference import Content, Preference
 from verl_ext.text.tokens.counts import Counts
@@ -62,22 +61,6 @@ def _chat_key(chat: Chat, count: int, system: str | None) -> int:
     return hashed_key(["\0".join(words)])
 
 
-class LowestKeys:
-    """The lowest different keys of records, at most `count`."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self.keys = count, np.zeros(0, np.uint64)
-
-    def add(self, keys: NDArray[np.uint64]) -> None:
-        """Add the keys of a chunk."""
-        self.keys = np.unique(np.concatenate([self.keys, keys[keys != NO_KEY]]))[: self._count]
-
-    @property
-    def limit(self) -> int:
-        """The first key above all of them; 0 without any."""
-        return int(self.keys[-1]) + 1 if len(self.keys) else 0
-
-
 class RecordChoice:
     """The division of records into training and validation, without repeated ones.
 
@@ -86,7 +69,9 @@ class RecordChoice:
     """
 
     def __init__(self, limit: int = 0, deduplicate: bool = False) -> None:
-        self._limit, self._deduplicate, self._seen = limit, deduplicate, _SeenKeys()
+        self._limit, self._deduplicate = limit, deduplicate
+        # Hashes of records that came before; all but the last take 8 bytes.
+        self._old, self._recent = np.zeros(0, np.uint64), set[int]()
 
     def split(self, documents: Documents) -> tuple[Documents, Documents]:
         """Return a chunk's documents for training, and those held out."""
@@ -96,13 +81,28 @@ class RecordChoice:
         if self._deduplicate and len(facts.owners):
             # A record that gives no document repeats none.
             places, firsts = np.unique(facts.owners, return_index=True)
-            is_kept[places] = self._seen.are_new(_record_hashes(documents, places, firsts))
+            is_kept[places] = self._are_new(_record_hashes(documents, places, firsts))
             for place in np.flatnonzero(~is_kept).tolist():
                 category, own = facts.counts[place]
                 facts.counts[place] = category, Counts(records=1, duplicates=1, uncategorised=own.uncategorised)
         is_held = facts.keys < self._limit
         train, held = (documents.only(side, (side & is_kept)[facts.owners]) for side in (~is_held, is_held))
         return train, held
+
+    def _are_new(self, hashes: NDArray[np.uint64]) -> list[bool]:
+        """Return whether each hash is new; from now on it is not."""
+        at = np.searchsorted(self._old, hashes)
+        is_old: Any = np.zeros(len(hashes), bool)
+        if len(self._old):
+            is_old = self._old[np.minimum(at, len(self._old) - 1)] == hashes
+        found = []
+        for number, old in zip(hashes.tolist(), is_old.tolist(), strict=True):
+            found.append(not old and number not in self._recent)
+            self._recent.add(number)
+        if len(self._recent) > _RECENT:
+            recent = np.fromiter(self._recent, np.uint64, len(self._recent))
+            self._old, self._recent = np.union1d(self._old, recent), set()
+        return found
 
 
 def _record_hashes(documents: Documents, places: NDArray[np.int64], firsts: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -114,26 +114,3 @@ def _record_hashes(documents: Documents, places: NDArray[np.int64], firsts: NDAr
     counts = np.diff(np.append(firsts, len(hashes)))
     position = np.arange(len(hashes)) - np.repeat(firsts, counts)
     return np.add.reduceat(hashes * position_factors(int(counts.max()))[position], firsts)
-
-
-class _SeenKeys:
-    """Keys that came before; all but the last take 8 bytes."""
-
-    def __init__(self) -> None:
-        self._old = np.zeros(0, np.uint64)
-        self._recent: set[int] = set()
-
-    def are_new(self, keys: NDArray[np.uint64]) -> list[bool]:
-        """Return whether each key is new; from now on it is not."""
-        at = np.searchsorted(self._old, keys)
-        is_old: Any = np.zeros(len(keys), bool)
-        if len(self._old):
-            is_old = self._old[np.minimum(at, len(self._old) - 1)] == keys
-        found = []
-        for key, old in zip(keys.tolist(), is_old.tolist(), strict=True):
-            found.append(not old and key not in self._recent)
-            self._recent.add(key)
-        if len(self._recent) > _RECENT:
-            recent = np.fromiter(self._recent, np.uint64, len(self._recent))
-            self._old, self._recent = np.union1d(self._old, recent), set()
-        return found

@@ -26,8 +26,7 @@ from verl_ext.files import file_state
 from verl_ext.launch.ray_cluster import ray_cluster
 from verl_ext.options import DataError
 from verl_ext.progress import Progress
-from verl_ext.text.encoder import Encoder
-from verl_ext.text.held_out import LowestKeys
+from verl_ext.text.encoder import NO_KEY, Encoder
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_files
 from verl_ext.text.read.sources import SourceFile, is_url, remote_facts, total_bytes
 from verl_ext.text.tokens.documents import Documents
@@ -97,7 +96,7 @@ def tokenize_files(
         writer.abandon()
 
 
-def lowest_keys(
+def key_above_lowest(
     files: Sequence[SourceFile],
     encoder: Encoder,
     count: int,
@@ -106,22 +105,22 @@ def lowest_keys(
     on_ray: bool,
     size: ChunkSize,
     read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]],
-) -> LowestKeys:
-    """Return the lowest different keys of all records.
+) -> int:
+    """Return the first key above the `count` lowest different ones of all records; 0 without any.
 
     They are read once more for it. An unreadable file ends its source here, and is an error when it is tokenized. The
     arguments are as above.
     """
-    lowest, num_bytes = LowestKeys(count), total_bytes(files)
+    lowest, num_bytes = np.zeros(0, np.uint64), total_bytes(files)
     workers = num_workers or (None if on_ray else _useful_workers(encoder, num_bytes))
     chunks = read_files(files, size, read)
     how: Any = {"name": "val_share", "preload": [tokenizer_module(), type(encoder).__module__]}
     found = _results(encoder, _keys_of, chunks, workers, on_ray, **how)
     with Progress(num_bytes, "val_share") as progress, closing(found) as results:
         for keys, read_bytes in results:
-            lowest.add(keys)
+            lowest = np.unique(np.concatenate([lowest, keys[keys != NO_KEY]]))[:count]
             progress.add(read_bytes, len(keys), 0)
-    return lowest
+    return int(lowest[-1]) + 1 if len(lowest) else 0
 
 
 def _keys_of(encoder: Encoder, chunk: Chunk) -> tuple[NDArray[np.uint64], int]:

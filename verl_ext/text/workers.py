@@ -44,12 +44,11 @@ def ordered_results(
 ) -> Iterator[Result]:
     """Yield `work(state, job)` for every job, in order.
 
-    The values are the same for any number of workers.
-
-    `make_state` is called once in each process; a single worker is this process. Both functions, the jobs and the
-    results must be picklable; `preload` names modules that workers import when they start. At most JOBS_PER_WORKER jobs
-    per worker are taken ahead of the yielded result. `key` is the option that sets `num_workers`; None: the CPUs set
-    it. Raises the error of the first failing job, and `DataError` if a worker, called `name`, dies.
+    The values are the same for any number of workers. `make_state` is called once in each process; a single worker is
+    this process. Both functions, the jobs and the results must be picklable; `preload` names modules that workers
+    import when they start. At most JOBS_PER_WORKER jobs per worker are taken ahead of the yielded result. `key` is the
+    option that sets `num_workers`; None: the CPUs set it. Raises the error of the first failing job, and `DataError` if
+    a worker, called `name`, dies.
     """
     if num_workers == 1:
         state = make_state()
@@ -81,10 +80,8 @@ def ordered_results(
 def start_server(preload: Sequence[str]) -> Any:
     """Start the process that workers are forked from, unless it runs.
 
-    Returns the context of their pool.
-
-    It imports the modules of `preload`, which takes seconds, while this process goes on. This process itself is never
-    forked, because its libraries may hold threads and locks.
+    Returns the context of their pool. It imports the modules of `preload`, which takes seconds, while this process goes
+    on. This process itself is never forked, because its libraries may hold threads and locks.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -96,9 +93,8 @@ def start_server(preload: Sequence[str]) -> Any:
 def _without_main() -> Iterator[None]:
     """Hide the main program from new processes.
 
-    They would run it once more for what it defines.
-
-    That costs seconds, and a script without `if __name__ == "__main__"` would start processes in each of them.
+    They would run it once more for what it defines. That costs seconds, and a script without `if __name__ ==
+    "__main__"` would start processes in each of them.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

@@ -137,8 +137,7 @@ class MultiDocDataset(PackDataset):
         given: MultiDocOptions by name, which win over those of `config`.
         processor: verl's argument for images, not used.
 
-    Raises:
-        ValueError: if an option, a file or an index cannot be used; one line names the key and the value.
+    Raises ValueError if an option, a file or an index cannot be used; one line names the key and the value.
     """
 
     Options = MultiDocOptions
@@ -229,18 +228,14 @@ class MultiDocDataset(PackDataset):
             raise ValueError(f"data.num_samples must be null with data.sampling={chosen}; got {asked_samples}")
         return chosen
 
-    @override
-    def read_together(self, ranks: Ranks) -> None:
-        self.token_range = self._read_token_range(ranks)
-
     @cached_property
     def token_range(self) -> tuple[int, int]:
         """The lowest and the highest token id."""
-        return self._read_token_range(ONE_RANK)
+        self.read_together(ONE_RANK)
+        return vars(self)["token_range"]
 
-    def _read_token_range(self, ranks: Ranks) -> tuple[int, int]:
-        """Return (lowest, highest) token id, cached or read by all ranks; collective."""
-
+    @override
+    def read_together(self, ranks: Ranks) -> None:
         def read() -> Arrays:
             with ranks.guard():
                 part = [source.token_range(ranks.rank, ranks.size) for source in self.sources]
@@ -250,8 +245,7 @@ class MultiDocDataset(PackDataset):
         with ranks.guard():
             files = [[*map(file_state, source.index.files), source.index.digest] for source in self.sources]
         arrays = arrays_of_ranks(ranks, f"range-{fingerprint(files)}", read, self._root)
-        lowest, highest = arrays["token_range"].tolist()
-        return lowest, highest
+        self.token_range = tuple(arrays["token_range"].tolist())
 
     def __len__(self) -> int:
         return self._num
@@ -268,12 +262,10 @@ class MultiDocDataset(PackDataset):
             begins = np.cumsum(stop - start) - (stop - start)
         mask = np.ones(len(ids), np.int64)
         mask[begins] = 0
-        steps = np.ones(len(ids), np.int64)  # increments of the positions, which restart at each of `begins`
-        steps[0] = 0
-        steps[begins[1:]] = 1 - np.diff(begins)
+        positions = np.arange(len(ids)) - np.repeat(begins, np.diff(begins, append=len(ids)))
         row = {
             "input_ids": ids,
-            "position_ids": np.cumsum(steps),
+            "position_ids": positions,
             "loss_mask": mask,
             "category_ids": mask * (source + 1),
         }

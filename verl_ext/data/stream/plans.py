@@ -74,8 +74,7 @@ def random_starts(num_tokens: int, seq_len: int, seed: int, key: str = "data.tra
     Memory grows with the number of starts, not with the number of tokens. Drawing with replacement until there are
     enough distinct starts gives each set of them the same chance, because the candidates are interchangeable.
 
-    Raises:
-        ValueError: if there are fewer tokens than one sample has; it names `key`.
+    Raises ValueError if there are fewer tokens than one sample has; it names `key`.
     """
     check_has_sample(num_tokens, seq_len, key)
     rng = np.random.default_rng(seed)

@@ -25,13 +25,7 @@ from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.files import REPORT, write_json
 from verl_ext.options import plain
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
-from verl_ext.text.read.sources import (
-    absolute_path,
-    find_source_files,
-    is_url,
-    kind_of,
-    without_compression,
-)
+from verl_ext.text.read.sources import absolute_path, find_source_files, is_url, kind_of, without_compression
 from verl_ext.text.tokenizing import cached_tokens, tokens_fingerprint
 
 _RECORDS = "records.json"
@@ -84,7 +78,7 @@ class Source:
             parts = f"two parts of the one document and data.seq_len={seq_len} tokens between them"
             raise ValueError(f"data.train_ratio must leave {parts}; got {train_ratio} of {tokens} tokens")
         first, last = (0, cut) if split == "train" else (cut + seq_len, tokens)
-        index = IndexPart(self.index.prefix, self.index.key, first, last, check=False)
+        index = IndexPart(self.index.prefix, self.index.key, first, last)
         return replace(self, index=index, omitted_tokens=seq_len)
 
     def omitted_documents(self) -> Iterator[OmittedDocuments]:
@@ -110,8 +104,8 @@ class Source:
 def read_blend(blend: Any) -> list[tuple[float, str]]:
     """Return (weight, path) of each source of [[0.7, path], [0.3, path]].
 
-    Raises:
-        ValueError: if the form differs, a weight is negative or not finite, none is above 0, or a path is given twice.
+    Raises ValueError if the form differs, a weight is negative or not finite, none is above 0, or a path is given
+    twice.
     """
     pairs = plain(blend)
     try:
@@ -219,16 +213,13 @@ class SourceFinder:
             records = {"bad_records": counts.bad, "special_tokens": counts.special_tokens["records"]}
             write_json(folder / _RECORDS, records)
 
-        def named() -> str:
-            return f"text-{tokens_fingerprint(files, encoder, self.max_corpus_tokens)}"
-
-        folder = cached_tokens(self.root, named, make, self.key)
+        of_texts = files, encoder, self.max_corpus_tokens
+        folder = cached_tokens(self.root, lambda: f"text-{tokens_fingerprint(*of_texts)}", make, self.key)
         records = json.loads((folder / _RECORDS).read_text(encoding="utf-8"))
         return Source(name, TokenIndex(folder / "text", self.key), weight, is_text=True, **records)
 
 
 def _name(path: str) -> str:
-    """Return a path's or glob folder's last part without its formats' suffixes."""
     parts = Path(path).parts
     fixed = next((at for at, part in enumerate(parts) if glob.has_magic(part)), len(parts))
     name = parts[fixed - 1]

@@ -5,8 +5,8 @@ record is refused.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 from verl_ext.text.chat.parts import (
@@ -39,11 +39,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Learnt:
-    """The kinds of parts that are learnt, unless a message says otherwise."""
+    """Whether REASONING, TOOL_CALL and EMPTY_REASONING are learnt, unless a message says otherwise."""
 
-    reasoning: bool = True
-    tool_calls: bool = True
-    empty_reasoning: bool = False
+    kinds: Mapping[str, bool]
 
     def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
         """Return the parts of all targets. Raises `BadRecord` for doubtful ones."""
@@ -64,15 +62,11 @@ class Learnt:
                 start = stop
         return parts
 
-    @cached_property
-    def _kinds(self) -> dict[str, bool]:
-        return {REASONING: self.reasoning, TOOL_CALL: self.tool_calls, EMPTY_REASONING: self.empty_reasoning}
-
-    def _by_kind(self, mask: TurnMask | None) -> dict[str, bool]:
+    def _by_kind(self, mask: TurnMask | None) -> Mapping[str, bool]:
         """Return whether each kind is learnt in a turn; unlisted ones are."""
         if mask is None:
-            return self._kinds
-        learnt = dict(self._kinds)
+            return self.kinds
+        learnt = dict(self.kinds)
         if mask.tool_calls is not None:
             learnt[TOOL_CALL] = mask.tool_calls
         if mask.reasoning is not None:

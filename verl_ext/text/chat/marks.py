@@ -49,17 +49,6 @@ class Words(NamedTuple):
         return f"{self.role} content" if self.kind is WordKind.CONTENT else self.kind.value
 
     @property
-    def second_half(self) -> str:
-        """The words after a mark in their middle, without trailing white space."""
-        core = self.text.strip()
-        return core[len(core) // 2 :]
-
-    @property
-    def space_before(self) -> str:
-        """The leading white space of the words."""
-        return self.text[: len(self.text) - len(self.text.lstrip())]
-
-    @property
     def space_after(self) -> str:
         """The trailing white space of the words."""
         return self.text[len(self.text.rstrip()) :]
@@ -79,7 +68,8 @@ class MarkedPlace(NamedTuple):
 
         A template may change white space in them, as Qwen's do around the thought of a content.
         """
-        return length_but_space(self.words.second_half, text[self.last : self.last + 2 * len(self.words.text) + 64])
+        core = self.words.text.strip()
+        return length_but_space(core[len(core) // 2 :], text[self.last : self.last + 2 * len(self.words.text) + 64])
 
 
 class Marks:

@@ -96,11 +96,19 @@ class ChatOptions(RecordOptions):
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake visible before opening a source."""
-        yield date_problem("chat_date", self.chat_date)
+        try:
+            is_day = self.chat_date is None or (len(self.chat_date) == 10 and date.fromisoformat(self.chat_date))
+        except ValueError:
+            is_day = False
+        if not is_day:
+            yield f"chat_date must be a day such as 2026-11-25, or null; got {self.chat_date}"
         yield from self.model.tokenizer_problems()
         yield from column_problems(self.columns)
         yield from self.message_names.problems()
-        for key, text in self._system_prompts.items():
+        systems = {"system": self.system}
+        if isinstance(self.system, Mapping):
+            systems = {f"system.{category}": text for category, text in self.system.items()}
+        for key, text in systems.items() if self.system is not None else ():
             if not isinstance(text, str) or not text.strip():
                 yield f"{key} must be a text, or a text for each category; got {spell(text)}"
         for text, other in self.replace.items():
@@ -130,23 +138,6 @@ class ChatOptions(RecordOptions):
         """The names of roles and of fields in messages."""
         return MessageNames(self.roles, self.message_columns)
 
-    @property
-    def _system_prompts(self) -> dict[str, Any]:
-        """The given texts by their dotted keys."""
-        if isinstance(self.system, Mapping):
-            return {f"system.{category}": text for category, text in self.system.items()}
-        return {} if self.system is None else {"system": self.system}
-
     def default_system(self, category: str) -> str:
         """Return the system prompt of a category's chats without one, or ""."""
         return (self.system.get(category) if isinstance(self.system, Mapping) else self.system) or ""
-
-
-def date_problem(key: str, given: str | None) -> str | None:
-    """Return a line for a date that is no day."""
-    try:
-        if given is None or (len(given) == 10 and date.fromisoformat(given)):
-            return None
-    except ValueError:
-        pass
-    return f"{key} must be a day such as 2026-11-25, or null; got {given}"

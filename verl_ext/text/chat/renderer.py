@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError
-from verl_ext.text.chat.learnt import EMPTY_BLOCK, Learnt, Part, closes_again, without_empty_blocks
+from verl_ext.text.chat.learnt import EMPTY_BLOCK, Learnt, Part, without_empty_blocks
 from verl_ext.text.chat.options import ChatOptions
-from verl_ext.text.chat.parts import RenderedChat, is_opened
+from verl_ext.text.chat.parts import EMPTY_REASONING, REASONING, TOOL_CALL, RenderedChat, is_opened
 from verl_ext.text.chat.special_tokens import STAND_INS, SpecialTokens
 from verl_ext.text.chat.template import ChatTemplate, Span, joined_spans
 from verl_ext.text.chat.template_cache import TemplateCache
@@ -58,11 +58,6 @@ class RenderedTurns(NamedTuple):
         """The characters that are learnt, with touching spans joined."""
         return joined_spans((part.start, part.stop) for part in self.learnt)
 
-    @property
-    def closed_again(self) -> int:
-        """The number of parts that close reasoning which is closed already."""
-        return sum(closes_again(self.text, part) for part in self.parts)
-
 
 class _Variant(NamedTuple):
     """The template with some records' arguments, with and without empty thinking blocks."""
@@ -86,9 +81,8 @@ class ChatRenderer:
             )
         self._special, self._options, self._tokenizer, self._source = special, options, tokenizer, template
         self._stops = stop_tokens(tokenizer, options.model)
-        self._learnt = Learnt(
-            options.reasoning == "learn", options.tool_calls == "learn", options.empty_reasoning == "learn"
-        )
+        kinds = {REASONING: options.reasoning, TOOL_CALL: options.tool_calls, EMPTY_REASONING: options.empty_reasoning}
+        self._learnt = Learnt({kind: chosen == "learn" for kind, chosen in kinds.items()})
         self._cached_variant = lru_cache(VARIANTS)(self._new_variant)
         self._plain = self._new_variant("{}")  # for records without arguments of their own
         self.template = self._plain.chats.template
@@ -127,11 +121,6 @@ class ChatRenderer:
         """The template's Jinja source; None if there are several by name."""
         chosen = self.template.template or self.template.tokenizer.chat_template
         return chosen if isinstance(chosen, str) else None
-
-    @property
-    def turn_ends(self) -> list[str]:
-        """The texts that end an assistant's turn; the last ends a chat."""
-        return self.template.turn_ends
 
     def render(self, chat: Chat) -> list[RenderedTurns]:
         """Render a chat, or every learnt turn with `turns=each`. Raises `BadRecord`.

@@ -26,7 +26,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl_ext.text.chat.marks import (
     TOOLS,
@@ -47,13 +47,8 @@ from verl_ext.text.records.tool_calls import functions_called
 EMPTY_TURN, REASONING_IN_CONTENT = "empty turn", "reasoning in content"  # unprinted, beside the labels of words
 _ANSWER = "Zq7a"  # marks the start of a plain answer
 _PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
-
-
-class _Prompt(NamedTuple):
-    """A text before a turn, from the last words before it on."""
-
-    text: str
-    before_header: int  # the length of its part before the turn's header
+# A text before a turn, from the last words before it on, and the length of its part before the turn's header.
+_Prompt = tuple[str, int]
 
 
 def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
@@ -96,7 +91,6 @@ class TurnSearch:
         return with_borders(rendered, self.chat, self.places, self.template.special)
 
     def _turns(self) -> RenderedChat:
-        """Return the targets of every turn that is to be learnt."""
         unprinted, targets = self._unprinted(), []
         places = self.places
         runs = [[*run] for _, run in groupby(range(len(places)), key=lambda number: places[number].words.message)]
@@ -195,7 +189,8 @@ class TurnSearch:
             return begin + self.template.token_edge(self.text[begin:reach], at + length)
         if self.places[place].words.kind is WordKind.CALLS and gap.strip():
             raise _mismatch(index, "begins with a tool call whose beginning cannot be found")
-        own = self.places[place].words.space_before
+        words = self.places[place].words.text
+        own = words[: len(words) - len(words.lstrip())]
         return first - len(own) if gap.endswith(own) else first
 
     @cached_property
@@ -213,9 +208,7 @@ class TurnSearch:
     def _prompts_before(self, before: MarkedPlace | None, index: int) -> list[_Prompt]:
         """Return the prompts that the model may get for message `index`.
 
-        They begin at the end of the last words before it.
-
-        The list is empty if the template refuses the chat up to there.
+        They begin at the end of the last words before it; there are none if the template refuses the chat up to there.
         """
         since = before.words.message if before else 0
         count = max(index, since + 1 if before else 0)
@@ -235,14 +228,14 @@ class TurnSearch:
         others = {
             old: values.get(name, "") for name, old in unmarked_fields(known[0]) if old and old != values.get(name)
         }
-        if not any(old in prompt.text for prompt in prompts for old in others):
+        if not any(old in prompt for prompt, _ in prompts for old in others):
             return prompts
         for prompt, before_header in prompts:
             for old, new in others.items():
                 before_header += prompt[:before_header].count(old) * (len(new) - len(old))
                 prompt = prompt.replace(old, new)
             if self._goes_on_with(prompt, before.last):
-                return [_Prompt(prompt, before_header)]
+                return [(prompt, before_header)]
         exact = *key, *values.items()
         if exact not in self._prompts:
             self._prompts[exact] = self._new_prompts(before, count), between[:1]
@@ -251,7 +244,7 @@ class TurnSearch:
     def _new_prompts(self, before: MarkedPlace | None, count: int) -> list[_Prompt]:
         """Render `count` messages with the generation prompt, or up to an answer."""
         own, messages = self.template.generation_prompt, self.marks.messages[:count]
-        prompts = []
+        prompts: list[_Prompt] = []
         for chat in [messages] if own else [[*messages, _PLAIN_ANSWER], messages]:
             marked = self.template.try_render(chat, self.marks.tools, generation=bool(own)) or ""
             has_answer = chat[-1:] == [_PLAIN_ANSWER] and _ANSWER in marked
@@ -259,7 +252,7 @@ class TurnSearch:
             if [place.number for place in places[-1:]] != ([before.number] if before else []):
                 continue
             if prompt := text[places[-1].last if places else 0 :]:
-                prompts.append(_Prompt(prompt, 0 if has_answer else len(prompt.removesuffix(own))))
+                prompts.append((prompt, 0 if has_answer else len(prompt.removesuffix(own))))
         return prompts
 
     def _end(self, place: MarkedPlace, limit: int, index: int, is_last: bool) -> tuple[int, str]:
@@ -357,13 +350,10 @@ class TurnSearch:
     def _generation_blocks(self) -> RenderedChat:
         """Return the targets of a template that marks the generated text.
 
-        They are the parts of turns in its blocks.
-
-        A block may contain more than the assistant generates, such as a header or the document's end. It may also lack
-        the end of the turn.
+        They are the parts of turns in its blocks. A block may contain more than the assistant generates, such as a
+        header or the document's end. It may also lack the end of the turn.
         """
-        _, blocks = self.template.render_with_generation(self.chat)
-        blocks, turns, targets = joined_spans(blocks), self._turns(), []
+        blocks, turns, targets = joined_spans(self.template.generation_blocks(self.chat)), self._turns(), []
         for target in turns.targets:
             inside = [block for block in blocks if target.start < block[1] and block[0] < target.stop]
             if not inside:

@@ -54,6 +54,9 @@ class SpecialTokens:
                 special.setdefault(name, AddedToken(name, normalized=False))
         self._added = {name: special[name] for name in sorted(special, key=len, reverse=True) if name}
         self._pattern = any_of(self._added)
+        # Other characters may become the names of tokens that match normalized text.
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+        self._match_normalized = normalizer is not None and any(token.normalized for token in self._added.values())
         # The tokens that no text may become: all but the unknown token, unless that also begins or ends documents.
         control = [
             name
@@ -90,12 +93,6 @@ class SpecialTokens:
     def may_hide_in(self, text: str) -> bool:
         """Return whether a text, or its normalized form, may hold a name."""
         return self._match_normalized or self._pattern.search(text) is not None
-
-    @cached_property
-    def _match_normalized(self) -> bool:
-        """Whether special tokens match normalized text, which other characters may become."""
-        normalizer = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "normalizer", None)
-        return normalizer is not None and any(token.normalized for token in self._added.values())
 
     def hide(self, value: Any) -> Any:
         """Replace names in strings by stand-ins, except in roles, which templates compare."""

@@ -161,11 +161,10 @@ class ChatTemplate:
             return None
 
     def _as_given(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages in the form that the template receives."""
         return [_in_parts(message) for message in messages] if self._content_in_parts else messages
 
-    def render_with_generation(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Return the text with the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
+    def generation_blocks(self, chat: Chat) -> list[Span]:
+        """Return the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
         from verl_ext.text.chat import sandbox  # here: the writing process does not need transformers
 
         try:
@@ -180,9 +179,7 @@ class ChatTemplate:
         def moved(at: int) -> int:
             return at - sum(min(stop, at) - start for start, stop in gaps if start < at)
 
-        if self._left_out is not None:
-            text = self._left_out.sub("", text)
-        return text, [(moved(start), moved(stop)) for start, stop in spans]
+        return [(moved(start), moved(stop)) for start, stop in spans]
 
     def with_arguments_as_printed(self, chat: Chat) -> tuple[Chat, str]:
         """Return the chat and its text, arguments as the template takes them.

@@ -13,7 +13,7 @@ from verl_ext.options import DataError, UsageError, first_line
 HUB_HINT = "owner/name[:config][:split][[:1000]]"
 _HUB_PREFIX = "hf://datasets/"
 HUB = re.compile(
-    rf"(?P<prefix>{_HUB_PREFIX})?(?P<name>\w[\w.-]*/[\w.-]+)(?P<revision>@[^@:/]+)?(?P<config>:[^:/]+)??"
+    rf"(?P<prefix>{_HUB_PREFIX})?(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<revision>[^@:/]+))?(:(?P<config>[^:/]+))??"
     r"(:(?P<split>[^:/\[\]]+))?(?P<slice>\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?"
 )
 
@@ -33,7 +33,7 @@ def hub_version(match: re.Match[str]) -> str:
     """Return the commit that the Hub has under a dataset's name."""
     from huggingface_hub import dataset_info
 
-    return str(dataset_info(match["name"], revision=_part(match, "revision")).sha)
+    return str(dataset_info(match["name"], revision=match["revision"]).sha)
 
 
 def hub_split(url: str, key: str) -> tuple[str, str, int | None]:
@@ -48,8 +48,9 @@ def hub_split(url: str, key: str) -> tuple[str, str, int | None]:
         first, last = _hub_rows(match, info and info.num_examples, key)
         size = (info and info.num_examples) or None
         num_bytes = num_bytes and size and num_bytes * max(min(size, size if last is None else last) - first, 0) // size
-    parts = (_HUB_PREFIX, match["name"], match["revision"], match["config"], f":{split}", match["slice"])
-    return "".join(part for part in parts if part), "hub", num_bytes
+    given = [("@", match["revision"]), (":", match["config"]), (":", split), ("", match["slice"])]
+    named = "".join(f"{sign}{part}" for sign, part in given if part)
+    return f"{_HUB_PREFIX}{match['name']}{named}", "hub", num_bytes
 
 
 def _hub_rows(match: re.Match[str], size: int | None, key: str) -> tuple[int, int | None]:
@@ -98,11 +99,6 @@ def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], re.Match[str]]:
     assert match is not None, "is_hub_name has seen it"
     what = f" as a Hub dataset, {HUB_HINT}" if match["prefix"] else f" here as a file, nor as a Hub dataset, {HUB_HINT}"
     with host_errors(url, what):
-        name, config = f"{_HUB_PREFIX}{match['name']}", _part(match, "config")
-        builder = datasets.load_dataset_builder(name, config, revision=_part(match, "revision"))
+        name = f"{_HUB_PREFIX}{match['name']}"
+        builder = datasets.load_dataset_builder(name, match["config"], revision=match["revision"])
         return builder, dict(builder.as_streaming_dataset()), match
-
-
-def _part(match: re.Match[str], name: str) -> str | None:
-    """Return a part of the name without the character before it."""
-    return match[name] and match[name][1:]

@@ -44,7 +44,6 @@ _FINDS_THE_END = json.JSONDecoder(parse_float=str, parse_int=str)
 
 
 def _malformed(error: ValueError) -> BadRecord:
-    """Return the parser's error as a bad record with a reason."""
     if isinstance(error, BadRecord):
         return error
     if isinstance(error, json.JSONDecodeError):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from verl_ext.options import DataError, first_line
-from verl_ext.text.arrow_folder import STATE, parse_shards, read_shards
+from verl_ext.text.arrow_folder import STATE, STREAM_END, parse_shards, read_shards
 from verl_ext.text.read.hub import hub_tables
 from verl_ext.text.read.json_records import JsonList, parse_line, repeated_name
 from verl_ext.text.read.sources import OpenedFile, SourceFile, encoding_problem, is_url, open_source
@@ -228,7 +228,6 @@ def _row_record(header: list[str], row: list[str]) -> Any:
 
 
 def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
-    """Read the file as one record."""
     text, is_long = "", False
     try:
         with closing(text_blocks(source.path)) as blocks:
@@ -243,10 +242,8 @@ def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
 def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
     """Yield (block, bytes of the file) for a text file.
 
-    The line ends are those of Python's text files.
-
-    A block ends with a line if no line is longer than a block. Raises `BadRecord` if the text is not UTF-8 or has a NUL
-    byte, and `DataError` if the file cannot be read.
+    The line ends are those of Python's text files. A block ends with a line if no line is longer than a block. Raises
+    `BadRecord` if the text is not UTF-8 or has a NUL byte, and `DataError` if the file cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines = io.IncrementalNewlineDecoder(None, translate=True)
@@ -306,12 +303,12 @@ def _arrow(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:
 
     from verl_ext.text.read.table_records import check_bytes, check_names, table_records
 
-    numbers, schema, end = count(1), None, b"\xff\xff\xff\xff\0\0\0\0"
+    numbers, schema = count(1), None
     for shard in arrow_shards(source.path):
         try:
             with open_source(shard) as opened:
-                opened.stream.seek(-len(end), io.SEEK_END)
-                is_whole = opened.stream.read() == end
+                opened.stream.seek(-len(STREAM_END), io.SEEK_END)
+                is_whole = opened.stream.read() == STREAM_END
                 opened.stream.seek(0)
                 stream, whole, mapped = opened.stream, None, None
                 if not is_url(shard):  # read without a copy, as a record batch may be larger than the memory

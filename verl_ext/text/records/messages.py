@@ -223,7 +223,7 @@ class MessageReader:
                 fields[name] = self._text(fields[name], mask, name, where)
         for name in ("reasoning", "tool_calls"):
             if (value := fields.pop(f"train_on_{name}", None)) is not None:
-                setattr(mask, name, bool(_flag(value, f"{where}: train_on_{name}")))
+                setattr(mask, name, bool(as_flag(value, f"{where}: train_on_{name}")))
         if (details := fields.pop("train_detail", None)) is not None:
             if mask.stretches or self.dropped:
                 needed = "must count characters of a content that is one string, from which no media is left out"
@@ -317,17 +317,17 @@ def _learnt(fields: dict[str, Any], where: str) -> float | None:
         if name == "weight":
             found[name] = as_weight(value, f"{where}: weight")
         else:
-            found[name] = _flag(value, f"{where}: {name}")
+            found[name] = as_flag(value, f"{where}: {name}")
     if len({weight > 0 for weight in found.values()}) > 1:
         raise BadRecord("bad_weight", f"{where}: {' and '.join(found)} must agree on whether it is to be learnt")
     return next(iter(found.values()), None)
 
 
-def _flag(value: Any, where: str) -> float:
+def as_flag(value: Any, where: str, reason: str = "bad_weight") -> float:
     """Return 1 for true, 0 for false. Raises `BadRecord` for others."""
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return float(value)
-    raise BadRecord("bad_weight", f"{where} must be true or false; got {short_text(value)}")
+    raise BadRecord(reason, f"{where} must be true or false; got {short_text(value)}")
 
 
 def _details(details: Any, length: int, where: str) -> list[Stretch]:

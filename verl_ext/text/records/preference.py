@@ -9,6 +9,7 @@ The common beginning is taken over messages, never over characters, so that no w
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat, PlainText
@@ -95,12 +96,5 @@ def answer_after(chat: Chat, shared: int, name: str) -> Chat:
 
 def _common(chats: Sequence[Chat]) -> int:
     """Return the number of leading messages that all chats have."""
-    first, *others = (chat.messages for chat in chats)
-    return next(
-        (
-            place
-            for place, message in enumerate(first)
-            if any(place == len(other) or other[place] != message for other in others)
-        ),
-        len(first),
-    )
+    messages = zip(*(chat.messages for chat in chats), strict=False)
+    return sum(1 for _ in takewhile(lambda own: all(message == own[0] for message in own[1:]), messages))

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.records.bad_record import BadRecord, short_text
-from verl_ext.text.records.messages import ROLES, Chat, Message, MessageReader, PlainText
+from verl_ext.text.records.messages import ROLES, Chat, Message, MessageReader, PlainText, as_flag
 from verl_ext.text.records.preference import PREFERRED, REJECTED, Content, Preference, answer_after, preference_of
 from verl_ext.text.records.shapes import LABEL, Fields, Shape, chat_of, question_turns, with_input
 
@@ -87,9 +87,7 @@ def _ranked(fields: Fields, name: str, prompt: str) -> Preference:
 def labelled(fields: Fields, chat: Content) -> Preference:
     """Return a chat with a label of its last answer."""
     label = fields.take(LABEL)
-    label = _YES.get(label.lower()) if isinstance(label, str) else label
-    if not isinstance(label, (bool, int, float)) or label not in (0, 1):
-        raise BadRecord("bad_label", f"{LABEL} must be true or false; got {short_text(fields.values[LABEL])}")
+    label = as_flag(_YES.get(label.lower(), label) if isinstance(label, str) else label, LABEL, "bad_label")
     if not isinstance(chat, Chat):
         got = "a text" if isinstance(chat, PlainText) else "several answers"
         raise BadRecord("unknown_shape", f"{LABEL} must stand beside a prompt with its answer; got {got}")

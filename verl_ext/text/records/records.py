@@ -16,13 +16,14 @@ the answers to a prompt. Further fields are:
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from verl_ext.options import choice_problem
 from verl_ext.text.read.readers import read_record
 from verl_ext.text.records.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.records.message_names import MessageNames
-from verl_ext.text.records.messages import Chat, as_weight, without_placeholders
+from verl_ext.text.records.messages import Chat, as_weight, map_strings, without_placeholders
 from verl_ext.text.records.preference import Content, Preference
 from verl_ext.text.records.preference_shapes import PREFERENCES, labelled
 from verl_ext.text.records.shapes import (
@@ -34,7 +35,6 @@ from verl_ext.text.records.shapes import (
     Fields,
     field_names,
     read_content,
-    shape_list,
 )
 
 ALL_SHAPES = (*SHAPES, *PREFERENCES)
@@ -86,7 +86,7 @@ def parse_record(
             renamed = {key: names.known(value) for key, value in renamed.items()}
         given = renamed
         if replace:
-            renamed = _replaced(renamed, replace)
+            renamed = map_strings(renamed, partial(_replaced, texts=replace))
         fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media, system)
         weight_name = fields.first(WEIGHT_FIELDS)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
@@ -111,15 +111,10 @@ def parse_record(
     return Record(content, weight, *counted, fields.has_default, renamed != given)
 
 
-def _replaced(value: Any, texts: Mapping[str, str]) -> Any:
-    """Return a value in whose strings, at any depth, other texts stand."""
-    if isinstance(value, str):
-        for text, other in texts.items():
-            value = value.replace(text, other)
-        return value
-    if isinstance(value, list):
-        return [_replaced(each, texts) for each in value]
-    return {key: _replaced(each, texts) for key, each in value.items()} if isinstance(value, dict) else value
+def _replaced(text: str, texts: Mapping[str, str]) -> str:
+    for given, other in texts.items():
+        text = text.replace(given, other)
+    return text
 
 
 def _check_weights(chat: Chat, weight: float | None) -> None:
@@ -207,5 +202,6 @@ def column_problems(columns: Mapping[str, Any]) -> list[str]:
     problems += filter(None, (choice_problem("a name in columns", name, FIELDS) for name in columns))
     named = [name for name, column in columns.items() if column and name not in SIDE_FIELDS]
     if not problems and not any(shape.names.issuperset(named) for shape in ALL_SHAPES):
-        problems.append(f"columns must name fields of one shape of {shape_list(ALL_SHAPES)}; got {', '.join(named)}")
+        shapes = " | ".join(map(str, ALL_SHAPES))
+        problems.append(f"columns must name fields of one shape of {shapes}; got {', '.join(named)}")
     return problems

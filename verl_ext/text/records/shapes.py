@@ -23,6 +23,7 @@ from verl_ext.text.records.messages import (
     PlainText,
     Turn,
     TurnMask,
+    as_flag,
 )
 from verl_ext.text.records.preference import Content
 from verl_ext.text.records.tool_calls import called, tool_list
@@ -131,7 +132,7 @@ def read_content(fields: Fields, mapped: list[str], shapes: Sequence[Shape]) -> 
         for name in field_names(known_shapes):
             readable_value(fields.values.get(name))  # it may be what no shape was found without
         found = ", ".join(map(str, fields.values)) or "none"
-        known = f"known shapes: {shape_list(known_shapes)}; columns={{…}} renames"
+        known = f"known shapes: {' | '.join(map(str, known_shapes))}; columns={{…}} renames"
         raise BadRecord("unknown_fields", f"no known shape among the fields: {found}; {known}")
     if len(fitting) > 1:  # a shape wins if it has the fields of another shape and more
         fitting = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
@@ -249,11 +250,6 @@ SHAPES = (
 )
 
 
-def shape_list(shapes: Iterable[Shape]) -> str:
-    """Return the shapes as errors list them."""
-    return " | ".join(map(str, shapes))
-
-
 def field_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
     """Return the names that a record of these shapes may have."""
     return tuple(dict.fromkeys([*(name for shape in shapes for name in sorted(shape.names)), *SIDE_FIELDS]))
@@ -329,7 +325,6 @@ def _says_something(message: Message) -> bool:
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    """Return the record's own arguments of the chat template."""
     if fields.values.keys().isdisjoint(TEMPLATE_ARGUMENTS):
         return {}
     thinking, name = fields.take("enable_thinking"), "chat_template_kwargs"
@@ -343,9 +338,8 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
         thinking = {"true": True, "false": False, "": None}.get(thinking.lower(), thinking)
     if thinking is None:
         return kwargs
-    if thinking not in (0, 1) or not isinstance(thinking, (bool, int, float)):
-        raise BadRecord("bad_template_kwargs", f"enable_thinking must be true or false; got {short_text(thinking)}")
-    if kwargs.setdefault("enable_thinking", bool(thinking)) != bool(thinking):
+    is_thinking = bool(as_flag(thinking, "enable_thinking", "bad_template_kwargs"))
+    if kwargs.setdefault("enable_thinking", is_thinking) != is_thinking:
         raise BadRecord("bad_template_kwargs", f"enable_thinking and {name} must agree; got {thinking} beside another")
     return kwargs
 

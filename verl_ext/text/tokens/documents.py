@@ -6,7 +6,7 @@ document 1   document 2
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -149,30 +149,20 @@ def join_documents(documents: Sequence[Document], category_id: int, num_bytes: i
         np.array([d.special_tokens for d in documents], np.int64),
         np.concatenate(categories) if categories else None,
         category_names=names if any(names) else None,
-        units=_units(documents),
+        units={name: np.array([getattr(d, name) for d in documents], kind) for name, kind in UNIT_COLUMNS.items()}
+        if any(document.answer for document in documents)
+        else None,
         **of_records,
     )
-
-
-def _units(documents: Sequence[Document]) -> dict[str, NDArray[Any]] | None:
-    if not any(document.answer for document in documents):
-        return None
-    return {name: np.array([getattr(d, name) for d in documents], kind) for name, kind in UNIT_COLUMNS.items()}
 
 
 def _concatenated(arrays: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate([np.empty(0, dtype), *arrays])  # a book is not copied
 
 
-class NamedCategories:
-    """The numbers of categories by name, from 1 by their first document."""
-
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self.numbers = {name: number for number, name in enumerate(names, start=1)}
-
-    def numbered(self, documents: Documents) -> Documents:
-        """Return documents with the numbers of the categories that their records name."""
-        if documents.category_names is None:
-            return documents
-        numbers = [self.numbers.setdefault(name, len(self.numbers) + 1) for name in documents.category_names]
-        return replace(documents, category_ids=np.array(numbers, np.int32))
+def numbered(documents: Documents, numbers: dict[str, int]) -> Documents:
+    """Return documents with the numbers of the categories that their records name; add those of new ones."""
+    if documents.category_names is None:
+        return documents
+    ids = [numbers.setdefault(name, len(numbers) + 1) for name in documents.category_names]
+    return replace(documents, category_ids=np.array(ids, np.int32))

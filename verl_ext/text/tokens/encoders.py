@@ -250,7 +250,6 @@ class TextEncoder:
         return None if has_prefix else sizes
 
     def _is_normal(self, text: str) -> bool:
-        """Return whether the tokenizer's normalizer leaves a text unchanged."""
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is None or (text.isascii() and isinstance(normalizer, (normalizers.NFC, normalizers.NFKC))):
             return True
@@ -307,16 +306,13 @@ class TextEncoder:
         del pieces
         self._check(ids, None)
         if add_special_tokens and is_fast:
-            before, after = self._around(beginning)
+            # The tokenizer adds the same tokens around the beginning alone.
+            out = self._call(self.tokenizer, [beginning], add_special_tokens=True, **self._split)
+            around, is_added = np.asarray(out["input_ids"][0], np.int32), out.encodings[0].special_tokens_mask
+            own = np.flatnonzero(np.asarray(is_added) == 0)
+            before, after = (around[: own[0]], around[own[-1] + 1 :]) if len(own) else (around, around[:0])
             ids = np.concatenate([before, ids, after])
         return Encoded(ids, None, special_tokens)
-
-    def _around(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the tokens that a fast tokenizer adds around a text."""
-        out = self._call(self.tokenizer, [text], add_special_tokens=True, **self._split)
-        ids, mask = np.asarray(out["input_ids"][0], np.int32), out.encodings[0].special_tokens_mask
-        own = np.flatnonzero(np.asarray(mask) == 0)
-        return (ids[: own[0]], ids[own[-1] + 1 :]) if len(own) else (ids, ids[:0])
 
     def _pieces(
         self, tokenizer: Any, blocks: Iterable[str], offsets: bool, **call: Any

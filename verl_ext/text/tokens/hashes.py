@@ -44,7 +44,6 @@ def position_factors(count: int) -> NDArray[np.uint64]:
 
 def repeated(hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Return bool[D]: whether an earlier document has the same hash."""
-    order = np.argsort(hashes, kind="stable")
-    again = np.zeros(len(hashes), bool)
-    again[order[1:]] = hashes[order[1:]] == hashes[order[:-1]]
+    again = np.ones(len(hashes), bool)
+    again[np.unique(hashes, return_index=True)[1]] = False
     return again

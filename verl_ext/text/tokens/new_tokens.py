@@ -29,8 +29,7 @@ def add_tokens(tokenizer: Any, new: Sequence[str], special: Sequence[str], path:
         special: the value of `model.new_special_tokens`.
         path: where the tokenizer is from, for messages.
 
-    Raises:
-        UsageError: If a token is empty, given twice or known, or if the tokenizer takes none; one line a mistake.
+    Raises UsageError if a token is empty, given twice or known, or if the tokenizer takes none; one line a mistake.
     """
     if not new and not special:
         return {}

@@ -21,26 +21,25 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
-from itertools import count, islice
+from itertools import count, repeat
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 1 << 16  # samples in Python objects at a time
+BLOCK = 1 << 16  # samples that are numbered at a time
 MAX_SOURCES = np.iinfo(np.int16).max
 MEGATRON_SURPLUS = 0.005  # megatron-core's mid_level_dataset_surplus
 
 Order = tuple[NDArray[np.int16], NDArray[np.int64]]
 
 
-def blend_order(weights: Sequence[float], n: int, *, block: int = BLOCK) -> Order:
+def blend_order(weights: Sequence[float], n: int) -> Order:
     """Return (int16[n]: source of each sample, int64[n]: its number in that source).
 
     Sources of weight 0 are not drawn.
 
-    Raises:
-        ValueError: if weights are negative, all zero or not finite, or there are more than 32,767 of them.
+    Raises ValueError if weights are negative, all zero or not finite, or there are more than 32,767 of them.
     """
     check_blend_weights(weights)
     drawn = np.flatnonzero(weights).astype(np.int16)
@@ -50,19 +49,12 @@ def blend_order(weights: Sequence[float], n: int, *, block: int = BLOCK) -> Orde
     divisor = math.gcd(*parts)
     parts = [part // divisor for part in parts]
     period = min(n, sum(parts))
-    number = np.empty(period, np.int16)
-    if len(parts) == 1:
-        number[:] = 0
-    else:
-        steps = _scheduled(parts)
-        for first in range(0, period, block):
-            part = number[first : first + block]
-            part[:] = list(islice(steps, len(part)))
+    number = np.fromiter(_scheduled(parts) if len(parts) > 1 else repeat(0), np.int16, period)
     source = np.tile(drawn[number], -(-n // max(period, 1)))[:n]
-    return source, _sample_numbers(source, len(weights), block)
+    return source, _sample_numbers(source, len(weights))
 
 
-def megatron_blend_order(weights: Sequence[float], n: int, *, compiled: bool = True, block: int = BLOCK) -> Order:
+def megatron_blend_order(weights: Sequence[float], n: int, *, compiled: bool = True) -> Order:
     """Return megatron-core's order, a BlendedDataset's arrays for weights and n samples.
 
     BlendedMegatronDatasetBuilder gives it weights that are already `normalised`, and it normalises them again.
@@ -75,7 +67,7 @@ def megatron_blend_order(weights: Sequence[float], n: int, *, compiled: bool = T
     helpers = megatron_helpers() if compiled else None
     if helpers is None:
         _fill_most_behind(shares, number)
-        sample = _sample_numbers(number, len(drawn), block)
+        sample = _sample_numbers(number, len(drawn))
     else:
         helpers.build_blending_indices(number, sample, shares, len(shares), n, False)
     return (number if len(drawn) == len(weights) else drawn[number]), sample
@@ -113,12 +105,12 @@ def check_blend_weights(weights: Sequence[float], key: str = "data.blend") -> No
         raise ValueError(f"{key} must have at most {MAX_SOURCES} sources; got {len(weights)}")
 
 
-def _sample_numbers(source: NDArray[np.int16], num_sources: int, block: int) -> NDArray[np.int64]:
+def _sample_numbers(source: NDArray[np.int16], num_sources: int) -> NDArray[np.int64]:
     """Return each sample's number of earlier samples of its source, int64[n]."""
     numbers = np.empty(len(source), np.int64)
     counts = np.zeros(num_sources, np.int64)
-    for first in range(0, len(source), block):
-        part = source[first : first + block]
+    for first in range(0, len(source), BLOCK):
+        part = source[first : first + BLOCK]
         order = np.argsort(part, kind="stable")
         here = np.bincount(part, minlength=num_sources)
         begins = np.cumsum(here) - here

@@ -42,8 +42,7 @@ class IndexWriter:
     The files are byte for byte those of megatron-core's builder. `add` writes the lengths; `close` writes the pointers
     and last the header, so that an unfinished .idx cannot be opened. `key`: the config key that errors name.
 
-    Raises:
-        FileExistsError: if one of the two files exists.
+    Raises FileExistsError if one of the two files exists.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, key: str = "model.path") -> None:
@@ -65,8 +64,7 @@ class IndexWriter:
     def add(self, tokens: NDArray[Any], lengths: NDArray[Any]) -> None:
         """Append documents: `tokens` int[ΣT] one after another, `lengths` int[D] of each.
 
-        Raises:
-            ValueError: if the dtype cannot hold a token id, or a document has more than 2^31 - 1 tokens.
+        Raises ValueError if the dtype cannot hold a token id, or a document has more than 2^31 - 1 tokens.
         """
         lengths = np.asarray(lengths, np.int64)
         assert int(lengths.sum()) == len(tokens), "lengths must sum to the number of tokens"
@@ -127,8 +125,7 @@ class TokenIndex:
         key: the config key that errors name.
         check: False skips the pass over all lengths and pointers (12 bytes a sequence).
 
-    Raises:
-        ValueError: if a file is missing or does not follow the format, or the two do not belong together.
+    Raises ValueError if a file is missing or does not follow the format, or the two do not belong together.
     """
 
     first_token = 0  # the place in its document at which a first document begins
@@ -269,8 +266,8 @@ class TokenIndex:
 class IndexPart(TokenIndex):
     """Tokens first..last-1 of a one-document index, as a document of its own."""
 
-    def __init__(self, prefix: str | Path, key: str, first: int, last: int, check: bool = True) -> None:
-        super().__init__(prefix, key, check)
+    def __init__(self, prefix: str | Path, key: str, first: int, last: int) -> None:
+        super().__init__(prefix, key, check=False)  # the whole index was checked
         assert self.num_documents == 1, "only a single document is cut"
         self.first_token = first
         self.pointers = self.pointers[:1] + first * self.dtype.itemsize
@@ -278,7 +275,7 @@ class IndexPart(TokenIndex):
         self.num_tokens = last - first
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return IndexPart, (self.prefix, self.key, self.first_token, self.first_token + self.num_tokens, False)
+        return IndexPart, (self.prefix, self.key, self.first_token, self.first_token + self.num_tokens)
 
     @cached_property
     def digest(self) -> str:

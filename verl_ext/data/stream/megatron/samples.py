@@ -17,7 +17,7 @@ of all earlier epochs. The indices, and the order of a blend, are kept as .npy f
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,14 +90,6 @@ class SampleIndices:
         return counts[self.shuffle_index]
 
 
-class EpochPlan(NamedTuple):
-    """The epochs for a number of samples, and the samples in them."""
-
-    epochs: int
-    samples: int
-    samples_before_last: int  # of the epochs shuffled together; equals `samples` if the last is one of them
-
-
 def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
     """Raise ValueError if a corpus has fewer tokens than one sample needs."""
     if num_tokens < needed:
@@ -109,22 +101,6 @@ def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
 def epochs_needed(num_tokens: int, seq_len: int, num_samples: int | None) -> int:
     """Return epochs of num_tokens for num_samples (None: one epoch) of seq_len targets."""
     return 1 if num_samples is None else max(1, -(-(num_samples * seq_len + 1) // num_tokens))
-
-
-def plan_epochs(num_tokens: int, seq_len: int, num_samples: int | None, key: str) -> EpochPlan:
-    """Return Megatron's epochs and samples, which may be more than requested.
-
-    Raises:
-        ValueError: if there are fewer than seq_len + 1 tokens, those of one sample; it names `key`.
-    """
-    check_has_sample(num_tokens, seq_len + 1, key)
-    epochs = epochs_needed(num_tokens, seq_len, num_samples)
-    samples = (epochs * num_tokens - 1) // seq_len
-    before = ((epochs - 1) * num_tokens - 1) // seq_len
-    per_epoch = (num_tokens - 1) // seq_len
-    # The last term is Megatron's int(0.80 * per_epoch), for all numbers up to 2^50.
-    separate = num_samples is not None and epochs > 1 and num_samples - before < 4 * per_epoch // 5
-    return EpochPlan(epochs, samples, before if separate else samples)
 
 
 def count_tokens(lengths: NDArray[Any], documents: NDArray[Any] | None = None) -> int:
@@ -144,10 +120,17 @@ def build_sample_indices(
 ) -> SampleIndices:
     """Index `documents` (None: all) for num_samples or more (None: an epoch).
 
-    Raises:
-        ValueError: if there are fewer tokens than one sample has; it names `key`.
+    Raises ValueError if there are fewer tokens than one sample has; it names `key`.
     """
-    epochs, samples, before_last = plan_epochs(count_tokens(lengths, documents), seq_len, num_samples, key)
+    num_tokens = count_tokens(lengths, documents)
+    check_has_sample(num_tokens, seq_len + 1, key)
+    # Megatron's epochs, with at least the samples that are requested, and the samples of those shuffled together.
+    epochs = epochs_needed(num_tokens, seq_len, num_samples)
+    samples = (epochs * num_tokens - 1) // seq_len
+    before_last = ((epochs - 1) * num_tokens - 1) // seq_len
+    enough = 4 * ((num_tokens - 1) // seq_len) // 5  # Megatron's int(0.80 * samples), for all numbers up to 2^50
+    if num_samples is None or epochs == 1 or num_samples - before_last >= enough:
+        before_last = samples
     once = np.arange(len(lengths), dtype=np.int32) if documents is None else np.asarray(documents, np.int32)
     document_index = np.tile(once, epochs)
     shuffle_index = np.arange(samples, dtype=np.uint32 if samples < MAX_UINT32 - 1 else np.int64)
@@ -188,13 +171,11 @@ def cached_sample_indices(
 ) -> SampleIndices:
     """Return `build_sample_indices` of the index's `documents` (None: all), cached below `root`.
 
-    Raises:
-        ValueError: if the corpus is shorter than one sample (it names index.key), or if the root cannot be written or
-            the arrays have changed (it names data.cache_dir).
+    Raises ValueError if the corpus is shorter than one sample (it names index.key), or if the root cannot be written or
+    the arrays have changed (it names data.cache_dir).
     """
     chosen = None if documents is None else np.ascontiguousarray(documents, np.int32)
-    num_tokens = index.num_tokens if chosen is None else count_tokens(index.lengths, chosen)
-    check_has_sample(num_tokens, seq_len + 1, index.key)
+    check_has_sample(count_tokens(index.lengths, chosen), seq_len + 1, index.key)
 
     def build() -> dict[str, NDArray[Any]]:
         built = build_sample_indices(index.lengths, chosen, seq_len, num_samples, seed, index.key)
@@ -202,7 +183,7 @@ def cached_sample_indices(
 
     of_documents = None if chosen is None else fingerprint(chosen, digits=64)
     facts = [[file_state(path) for path in index.files], index.digest, of_documents, seq_len, num_samples, seed]
-    name = _name("samples", facts)
+    name = f"samples-{fingerprint([FORMAT, *facts])}"
     cached_arrays(root, name, build)
     return CachedSampleIndices(root / name, index)
 
@@ -212,18 +193,12 @@ def cached_blend(
 ) -> Order:
     """Return n samples' order by a rule of BLEND_RULES, cached below `root`.
 
-    Raises:
-        ValueError: if the weights cannot be used (it names `key`), or if the root cannot be written or the arrays have
-            changed (it names data.cache_dir).
+    Raises ValueError if the weights cannot be used (it names `key`), or if the root cannot be written or the arrays
+    have changed (it names data.cache_dir).
     """
     check_blend_weights(weights, key)
-    name = _name("blend", [[float(weight) for weight in weights], n, rule])
+    name = f"blend-{fingerprint([FORMAT, [float(weight) for weight in weights], n, rule])}"
     arrays = cached_arrays(
         root, name, lambda: dict(zip(("source", "sample"), BLEND_RULES[rule](weights, n), strict=True))
     )
     return arrays["source"], arrays["sample"]
-
-
-def _name(kind: str, facts: list[Any]) -> str:
-    """Return the folder name of arrays that depend on `facts` alone."""
-    return f"{kind}-{fingerprint([FORMAT, *facts])}"

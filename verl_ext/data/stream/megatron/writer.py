@@ -103,8 +103,7 @@ def write_text_indexes(
 
     prefixes, max_corpus_tokens: see `TextIndexes`; num_workers: see `tokenize_files`.
 
-    Raises:
-        DataError: if a record is bad under on_bad_record=error, a file cannot be read, or a source has no document.
+    Raises DataError if a record is bad under on_bad_record=error, a file cannot be read, or a source has no document.
     """
     indexes = TextIndexes(prefixes, optimal_dtype(encoder.vocabulary), max_corpus_tokens)
     tokenize_files(
