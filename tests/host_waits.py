@@ -25,15 +25,7 @@ from verl_ext.tools.plan.fake_gpu import GPU, MemoryTracker
 _ROOT = Path(__file__).parents[1]
 _ATEN = torch.ops.aten
 _BF16 = "engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}"
-_BY_VALUES = {
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "bincount",
-    "equal",
-}
+_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.utils.device import get_device_id
 from verl.workers.engine_workers import TrainingWorker
 
+from tests.reference import Document, pack_row
 from verl_ext.config.compose import compose
 from verl_ext.config.run import worker_config
-from verl_ext.losses import LossOptions
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossOptions, LossSpec
 from verl_ext.options import plain
 from verl_ext.plugin import select_engine
 from verl_ext.trainer.batch import Pack, StepCollator
@@ -99,6 +102,13 @@ def train_step(
         clipped = _gradients(engine)
     report = sums.reduced(all_reduce).report("train", collate.categories.names)
     return Measured(report, grad_norm, *((gradients, clipped) if dist.get_rank() == 0 else ({}, {})))
+
+
+def token_step(engine: Any, packs: Sequence[Sequence[Document]], head: str = "fused") -> Measured:
+    """Take a step of mode token over packs of documents, which the data-parallel ranks take one by one."""
+    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
+    each = ceil(len(packs) / engine.get_data_parallel_size())
+    return train_step(engine, [pack_row(pack) for pack in packs], collate, each, head)
 
 
 def _gradients(engine: Any) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Start real ranks on gloo: ``run_ranks(function, world_size, *arguments)``.
+"""Start real ranks on gloo: ``run_ranks(function, world_size, *arguments)``, or ``run_cases`` for all of a file.
 
 A test's function runs on every rank inside a process group and returns a picklable value; the results form a list in
 rank order. The ranks fork from a server process that has imported verl once (rank_server.py), so a start takes
@@ -11,15 +11,16 @@ import pickle
 import queue
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 _ROOT = Path(__file__).parents[1]
 _SECONDS = 240
+Name = TypeVar("Name")
 # A process that has queried a GPU cannot fork ranks that use it.
 _context = multiprocessing.get_context("forkserver" if os.environ.get("VERL_PLATFORM") == "cpu" else "spawn")
 if _context.get_start_method() == "forkserver":
@@ -36,6 +37,62 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
 def in_turn(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Call functions, each with its arguments, one after the other on ranks that start once; return their results."""
     return [function(*arguments) for function, *arguments in calls]
+
+
+def run_cases(cases: Mapping[Name, tuple[Any, ...]]) -> dict[Name, tuple[Any, ...]]:
+    """Run a function of each case ``{name: (ranks, function, *arguments)}``; return its results in rank order by name.
+
+    The ranks start once, and form the largest group first, then smaller ones; so the ranks of a group are alike.
+    """
+    groups: dict[int, dict[Name, list[Any]]] = {}
+    for name, (ranks, *call) in cases.items():
+        groups.setdefault(ranks, {})[name] = call
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started_ranks(_in_groups, max(groups), groups, folder) as (_, answers),
+    ):
+        of_ranks = _collect(answers, max(groups), len(cases) * _SECONDS)
+    return {name: tuple(found[name] for found in of_ranks[: case[0]]) for name, case in cases.items()}
+
+
+def _in_groups(groups: dict[int, dict[Name, list[Any]]], folder: str) -> dict[Name, Any]:
+    """Make the calls of each group that this rank is in."""
+    import torch.distributed as dist
+
+    rank, found = dist.get_rank(), {}
+    for ranks in sorted(groups, reverse=True):
+        if rank < ranks:
+            _leave_group()
+            _join_group(rank, ranks, f"{folder}/{ranks}")
+            found |= {name: function(*arguments) for name, (function, *arguments) in groups[ranks].items()}
+    return found
+
+
+def _join_group(rank: int, ranks: int, store: str) -> None:
+    import torch.distributed as dist
+
+    os.environ["WORLD_SIZE"] = str(ranks)
+    limit = timedelta(seconds=_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def only_rank() -> Iterator[None]:
+    """Make this process the only rank of a process group during the block."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -85,21 +142,14 @@ def _rank(
     function: Callable[..., Any], rank: int, world_size: int, folder: str, answers: Any, arguments: tuple[Any, ...]
 ) -> None:
     import torch
-    import torch.distributed as dist
 
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # as in a run
     torch.set_num_threads(1)
     try:
-        store = f"file://{Path(folder) / 'store'}"
-        dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=_SECONDS)
-        )
+        _join_group(rank, world_size, f"{folder}/store")
         # Pickled here, because a queue would pass tensors as file descriptors, which die with this process.
         answers.put((rank, None, pickle.dumps(function(*arguments))))
-        dist.barrier()
-        dist.destroy_process_group()
+        _leave_group()
     except BaseException:
         answers.put((rank, traceback.format_exc(), None))

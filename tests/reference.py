@@ -12,6 +12,7 @@ from math import sqrt
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -82,6 +83,16 @@ def load_eager(path: str, **options: bool) -> PreTrainedModel:
     given = {"dtype": torch.float32, "attn_implementation": "eager", **options}
     has_images = type(AutoConfig.from_pretrained(path, **options)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(path, **given).eval()
+
+
+def fill_adapters(model: torch.nn.Module) -> None:
+    """Give each factor of adapters, or its shards, a value; at B's initial 0, A would have no gradient."""
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            value = 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+            parameter.data.copy_(value)
 
 
 def pack_row(documents: Pack, pad_to: int | None = None) -> dict[str, torch.Tensor]:

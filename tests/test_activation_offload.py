@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import run_ranks
 from tests.tiny_model import write_tiny_model
 from tests.tiny_titans import tiny_titans
 from tests.training import into, refusals, small_run
@@ -350,7 +349,7 @@ def test_what_a_hub_model_holds_after_its_forward_does_not_grow_with_its_layers(
 
 def test_hidden_states_that_the_host_has_no_memory_for_are_refused_before_the_model_is_loaded(tiny_model, tmp_path):
     options = small_run(tmp_path, tiny_model, [20] * 4, into(tmp_path / "run"), "model.activation_offload=true")
-    ((said, fits),) = run_ranks(refusals, 1, options, [[f"data.max_tokens={2**52}"], ["data.max_tokens=64"]])
+    said, fits = refusals(options, [[f"data.max_tokens={2**52}"], ["data.max_tokens=64"]])
     assert said.startswith("model.activation_offload=true must find host memory for 2 layers × 4,503,599,627,370,496 ")
     assert "\n" not in said
     assert fits == ""

@@ -100,12 +100,8 @@ def test_shares_of_right_answers_are_those_of_the_rows(model, memory, tmp_path):
         *TITANS,
         *(f"data.train_dir=[{','.join(paths)}]", f"data.val_dir=[{','.join(paths)}]", f"model.path={model}"),
         *(f"data.cache_dir={tmp_path / 'cache'}", f"model.memory_checkpoint={checkpoint}", "trainer.answer_tokens=1"),
-        *(
-            "trainer.eval_only=true",
-            f"trainer.length_bins=[{edge}]",
-            f"trainer.default_local_dir={tmp_path / 'out'}",
-            "data.train_batch_size=4",
-        ),
+        *("trainer.eval_only=true", f"trainer.length_bins=[{edge}]", "data.train_batch_size=4"),
+        f"trainer.default_local_dir={tmp_path / 'out'}",
     ]
     (own, told), (other_own, other_told) = run_ranks(_measure_twice, 2, options)
     assert (own, told) == (other_own, other_told)

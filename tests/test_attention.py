@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.tiny_model import SHAPE
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.attention.packed import packed_attention
@@ -276,14 +276,21 @@ def _log_probs_alone(model: torch.nn.Module, lengths: tuple[int, ...]) -> list[t
     return alone
 
 
+PACKS = [LENGTHS, (1, 1), (8,)]
+
+
+@pytest.fixture(scope="module")
+def found(wide_model):
+    return run_cases({ranks: (ranks, _forward, wide_model, ranks, PACKS) for ranks in (1, 2, 4)})
+
+
 # 37 tokens are padded to 38 and 40; two tokens are fewer than four ranks; with four ranks, each has two query heads
 # and a copy of one key/value head.
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ulysses_gives_what_documents_give_alone_with_no_exchange_but_its_own(ranks, wide_model):
+def test_ulysses_gives_what_documents_give_alone_with_no_exchange_but_its_own(ranks, wide_model, found):
     eager = AutoModelForCausalLM.from_pretrained(wide_model, dtype=torch.float32, attn_implementation="eager")
-    packs = [LENGTHS, (1, 1), (8,)]
-    for answers in run_ranks(_forward, ranks, wide_model, ranks, packs):
-        for lengths, seen in zip(packs, answers, strict=True):
+    for answers in found[ranks]:
+        for lengths, seen in zip(PACKS, answers, strict=True):
             with torch.no_grad():
                 expected = _log_probs_alone(eager, lengths)
             for own, alone in zip(seen.log_probs.split(lengths), expected, strict=True):

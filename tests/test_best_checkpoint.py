@@ -159,4 +159,4 @@ def test_what_no_run_measures_is_refused_in_one_line(tiny_model, tmp_path):
             "trainer.tests_per_epoch=2",
         ],
     }
-    assert run_ranks(refusals, 1, given, list(cases.values()))[0] == list(cases)
+    assert refusals(given, list(cases.values())) == list(cases)

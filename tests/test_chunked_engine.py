@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.babilong_data import write_babilong
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.tiny_titans import perturb
 from tests.titans_run import TITANS, fresh_model
 from tests.training import MEASURED, build, into, metrics, train, train_alone
@@ -119,30 +119,23 @@ def done(tiny_model, tmp_path_factory):
     short = rows("qa2/1k.json", 6, 20), "data.micro_batch_size_per_gpu=4", "trainer.answer_tokens=6", active
     uneven = [rows("short.json", 3, 20), rows("long.json", 1, 90)]
     again = ("trainer.eval_only=true", f"data.val_dir=[{rows('qa1/2k.json', 5, 150, seed=1)}]", "data.max_length=192")
-    calls = {
-        2: {
-            "two": (_trained, run("two")),
-            **{f"gradients {n}": (_first_gradients, run(f"form{n}", *form)) for n, form in enumerate(forms)},
-            "memory": (train_alone, run("memory", "model.train=memory", "checkpoint.save_contents=[hf_model]")),
-            "answers": (_loss_and_answers, answers),
-            "chunks": (_chunks_read, measure(uneven, "data.max_length=192", "trainer.answer_tokens=0")),
+    cases = {
+        "two": (2, _trained, run("two")),
+        **{f"gradients {n}": (2, _first_gradients, run(f"form{n}", *form)) for n, form in enumerate(forms)},
+        "memory": (2, train_alone, run("memory", "model.train=memory", "checkpoint.save_contents=[hf_model]")),
+        "answers": (2, _loss_and_answers, answers),
+        "chunks": (2, _chunks_read, measure(uneven, "data.max_length=192", "trainer.answer_tokens=0")),
+        "one": (1, _trained, run("one")),
+        "logged": (1, metrics, folder / "one"),
+        "report": (1, Path.write_text, folder / "one" / "data_report.json", "the run's"),
+        "evaluated": (1, _evaluate, run("one", *again)),
+        **{
+            f"padded {n}": (1, _loss_and_answers, measure([short[0], files], *short[1:], f"data.max_length={n}"))
+            for n in (96, 192)
         },
-        1: {
-            "one": (_trained, run("one")),
-            "logged": (metrics, folder / "one"),
-            "report": (Path.write_text, folder / "one" / "data_report.json", "the run's"),
-            "evaluated": (_evaluate, run("one", *again)),
-            **{
-                f"padded {n}": (_loss_and_answers, measure([short[0], files], *short[1:], f"data.max_length={n}"))
-                for n in (96, 192)
-            },
-            "alone": (_loss_and_answers, answers),
-        },
+        "alone": (1, _loss_and_answers, answers),
     }
-    found = {}
-    for ranks, named in calls.items():
-        found |= dict(zip(named, zip(*run_ranks(in_turn, ranks, list(named.values())), strict=True), strict=True))
-    return folder, files, found
+    return folder, files, run_cases(cases)
 
 
 def test_two_ranks_train_as_one_and_validate_alike(done):

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import metrics, train_alone
+from tests.training import into, metrics, train_alone
 from verl_ext.config.run import dataset_class
 from verl_ext.data import SFTDataSet
 from verl_ext.data.collated import CollatedDataset
@@ -216,8 +216,8 @@ def test_a_class_with_a_collate_fn_trains_as_the_same_packs_of_ours(
     usual = [f"data.train_dir={folder}", f"data.val_dir={folder}", "data.max_tokens=64", f"model.path={tiny_model}"]
     own = [f"data.custom_cls.path={keys['path']}", f"data.custom_cls.name={keys['name']}"]
     ours = ["data.strategy=next_fit", "data.shuffle_documents=true"]
-    for name, more in (("own", own), ("ours", ours)):
-        run_ranks(train_alone, 1, [*usual, *more, f"trainer.default_local_dir={tmp_path / name}"])
+    calls = [(train_alone, [*usual, *more, into(tmp_path / name)]) for name, more in (("own", own), ("ours", ours))]
+    run_ranks(in_turn, 1, calls)
     logged, expected = metrics(tmp_path / "own"), metrics(tmp_path / "ours")
     losses = [key for key in expected if key[1].endswith(("loss", "_tokens"))]
     assert {"train/1_loss", "train/2_loss", "val/loss"} <= {name for _, name in losses}

@@ -1,5 +1,6 @@
 """Keys and values that travel between groups of ranks while a kernel computes."""
 
+import math
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from tests.flash_stand_ins import register_flash_stand_ins
 from tests.packed_engine import build_worker, train_step
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.reference import Reference, documents_of_answers, load_eager, pack_row
 from verl_ext.attention.kernels import KERNELS, Kernel, KernelOptions, sdpa
 from verl_ext.attention.packed import packed_attention, set_backend
@@ -132,12 +133,6 @@ def _with_sinks(ulysses: int, groups: int) -> list[list[torch.Tensor]]:
     return differences
 
 
-@pytest.mark.parametrize(("ulysses", "groups"), [(1, 2), (2, 2)])
-def test_sinks_are_joined_with_keys_that_come_in_parts(ulysses, groups):
-    answers = run_ranks(_with_sinks, ulysses * groups, ulysses, groups)
-    assert torch.tensor(answers).max() < 1e-12
-
-
 DOCUMENTS = documents_of_answers(21, 2, 13, 30, 9, 17)
 MICRO_BATCHES = [[DOCUMENTS[0], DOCUMENTS[1]], [DOCUMENTS[3]], [DOCUMENTS[4], DOCUMENTS[2], DOCUMENTS[5]]]
 
@@ -160,9 +155,26 @@ def _step(model: str, checkpointing: bool):
     return step, events
 
 
+LAYOUTS = [(1, 2), (2, 2)]  # ranks of Ulysses, groups
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model):
+    """Return each rank's answers with sinks by layout, and of steps by checkpointing."""
+    cases = {layout: (math.prod(layout), _with_sinks, *layout) for layout in LAYOUTS}
+    return run_cases(cases | {kept: (4, _step, str(tiny_model), kept) for kept in (True, False)})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sinks_are_joined_with_keys_that_come_in_parts(layout, found):
+    assert torch.tensor(found[layout]).max() < 1e-12
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_a_step_in_parts_equals_plain_hugging_face_and_sends_in_the_same_order_on_every_rank(checkpointing, tiny_model):
-    answers = run_ranks(_step, 4, str(tiny_model), checkpointing)
+def test_a_step_in_parts_equals_plain_hugging_face_and_sends_in_the_same_order_on_every_rank(
+    checkpointing, tiny_model, found
+):
+    answers = found[checkpointing]
     plain = load_eager(str(tiny_model))
     expected = Reference(plain, DOCUMENTS).step(MICRO_BATCHES, "token", {})
     step = answers[0][0]

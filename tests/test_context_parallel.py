@@ -14,7 +14,7 @@ from torch.distributed.utils import _apply_to_tensors
 
 from tests.collectives import recorded_all_to_alls
 from tests.flash_stand_ins import register_flash_stand_ins
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from verl_ext.attention.kernels import KERNELS, KernelOptions, sdpa
 from verl_ext.attention.packed import packed_attention, set_backend
 from verl_ext.attention.sinks import FLASH, LseAttention
@@ -158,9 +158,7 @@ def test_every_query_of_every_small_pack_sees_the_keys_of_its_document_and_no_ot
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=7),
-    st.integers(2, 4),
-    st.sampled_from([None, 1, 2, 5, 17, 60]),
+    st.lists(st.integers(1, 40), min_size=1, max_size=7), st.integers(2, 4), st.sampled_from([None, 1, 2, 5, 17, 60])
 )
 def test_groups_that_exchange_keys_compute_the_attention_of_the_whole_pack(lengths, context, window):
     pad = -sum(lengths) % (2 * context)
@@ -261,19 +259,27 @@ def _attend(backend: str) -> dict:
     return answers
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
-def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack(backend):
-    answers = run_ranks(_attend, 4, backend)
+BACKENDS = ["sdpa", "varlen"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_cases({backend: (4, _attend, backend) for backend in BACKENDS})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack(backend, found):
+    answers = found[backend]
     for case in CASES:
         ulysses, groups, lengths, window, dtype = case
         *tensors, weights = (x.double() for x in _tensors(dtype, sum(lengths)))
         inputs = [x.requires_grad_() for x in tensors]
         expected = whole_attention(*inputs, lengths, window)
         (expected * weights).sum().backward()
-        found = [answer[case] for answer in answers]
+        of_ranks = [answer[case] for answer in answers]
         whole = SequenceShards(ulysses, groups)
         for index, want in enumerate([expected.detach(), *(x.grad for x in inputs)]):
-            have = whole.by_position(torch.cat([tensors[index] for tensors, _ in found])).double()
+            have = whole.by_position(torch.cat([tensors[index] for tensors, _ in of_ranks])).double()
             assert (have - want).norm() <= DTYPES[dtype] * want.norm(), (case, index)
         # One exchange of queries, keys and values and one of the output inside a group, with one of keys and values
         # between groups if a document crosses; the gradients take as many.
@@ -282,7 +288,7 @@ def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack(backend):
         edges = [sum(inside[:3]), inside[3]]
         for direction in (0, 1):
             across = []
-            for _, sent in found:
+            for _, sent in of_ranks:
                 half = sent[direction * len(sent) // 2 : (direction + 1) * len(sent) // 2]
                 if ulysses > 1:
                     assert [half[0], half[-1]] == edges[:: 1 - 2 * direction]

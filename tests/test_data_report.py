@@ -156,16 +156,9 @@ def test_a_plan_without_training_is_printed_and_written_and_leaves_the_folder_us
     run = tmp_path / "run"
     given = ["data.max_tokens=20", "data.train_batch_size=2", "data.num_workers=0", "parallel=cpu"]
     given += [f"data.train_dir={folder}", f"model.path={tiny_model}", into(run)]
-    ((planned, names, text, trained, again),) = run_ranks(
-        in_turn,
-        1,
-        [
-            (command, tmp_path, plan, given),
-            *((os.listdir, run), (Path.read_text, run / "data_report.json")),
-            (command, tmp_path, train_composed, given),
-            (command, tmp_path, plan, [*given, "data.max_tokens=21"]),
-        ],
-    )
+    calls = [(command, tmp_path, plan, given), (os.listdir, run), (Path.read_text, run / "data_report.json")]
+    calls += [(command, tmp_path, train_composed, given), (command, tmp_path, plan, [*given, "data.max_tokens=21"])]
+    ((planned, names, text, trained, again),) = run_ranks(in_turn, 1, calls)
     assert "train: 5 documents, 39 tokens" in planned
     assert "steps: 1 an epoch of 2 packs" in planned
     assert names == ["data_report.json"]

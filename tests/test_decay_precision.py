@@ -6,15 +6,12 @@ import torch
 import torch.distributed as dist
 
 from tests.checked import checked
-from tests.ranks import run_ranks
-from tests.reference import documents_of_answers, pack_row
+from tests.ranks import run_cases
+from tests.reference import documents_of_answers
 from tests.small_models import write_small_models
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.config.compose import compose
-from verl_ext.data import CategoryTable
-from verl_ext.losses import LossSpec
-from verl_ext.trainer.batch import StepCollator
 
 FAMILIES = ("qwen3_5_text", "nemotron_h", "olmo_hybrid")
 DOCUMENTS = documents_of_answers(21, 2, 13, 30, 9, 17)
@@ -24,7 +21,7 @@ _BF16 = "engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype
 
 def _seen(folder):
     """Return by parameter its master, the forward's value, the ranks' mean gradient and the optimizer's gradient."""
-    from tests.packed_engine import build_worker, train_step
+    from tests.packed_engine import build_worker, token_step
 
     engine = build_worker(folder, overrides=[_BF16]).engine
     layers = {name: layer for name, layer in engine.module.named_modules() if hasattr(layer, "A_log")}
@@ -39,8 +36,7 @@ def _seen(folder):
 
     for layer in layers.values():
         layer.register_forward_pre_hook(record)
-    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
-    step = train_step(engine, [pack_row(pack) for pack in PACKS], collate, 1, "fused")
+    step = token_step(engine, PACKS)
     for name, of in seen.items():
         summed = sum(of["local"]).float()
         dist.all_reduce(summed)
@@ -54,13 +50,9 @@ def folders(tmp_path_factory, tiny_model):
     return write_small_models(FAMILIES, tmp_path_factory.mktemp("models"), tiny_model)
 
 
-def _all_seen(folders):
-    return {name: _seen(folder) for name, folder in folders.items()}
-
-
 @pytest.mark.slow
 def test_decays_and_their_gradients_are_not_rounded_to_bf16(folders):
-    for family, seen in run_ranks(_all_seen, 2, folders)[0].items():
+    for family, (seen, _) in run_cases({name: (2, _seen, folder) for name, folder in folders.items()}).items():
         assert seen, family
         for name, of in seen.items():
             assert of["forward"].dtype == torch.float32, f"{family}: {name}"

@@ -5,7 +5,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from verl_ext.parallel.exchange import exchange_rows
 
 ROWS = torch.tensor([[0, 2, 1], [3, 0, 0], [0, 0, 0]])  # from a rank (row) to another (column); the last sends none
@@ -31,8 +31,9 @@ def _expected(parts, sizes):
 
 
 def test_uneven_empty_and_equal_parts_travel_and_their_gradients_return_without_a_warning():
-    for sizes in (ROWS, None):
-        rows, come, upstream, gradients, told = zip(*run_ranks(_exchanged, 3, sizes), strict=True)
+    of_ranks = run_ranks(in_turn, 3, [(_exchanged, ROWS), (_exchanged, None)])
+    for sizes, found in zip((ROWS, None), zip(*of_ranks, strict=True), strict=True):
+        rows, come, upstream, gradients, told = zip(*found, strict=True)
         sizes = torch.full((3, 3), 2) if sizes is None else sizes
         assert all(map(torch.equal, come, _expected(rows, sizes)))
         assert all(map(torch.equal, gradients, _expected(upstream, sizes.T)))

@@ -12,11 +12,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, GPT2Config, MixtralConfig
 
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, run_ranks
 from tests.test_remote_models import add_code
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import metrics, plain_losses, stopped_at, train_each
+from tests.training import metrics, plain_losses, stopped_at, train_alone
 from verl_ext.__main__ import main as judge_main
 from verl_ext.checkpoint.export import Export
 from verl_ext.checkpoint.layout import saved_folders
@@ -136,8 +136,7 @@ def runs(documents, tmp_path_factory):
     add("unmergeable", "qwen3", "data", *LORA, f"model.lora_adapter_path={folder / 'of' / 'unmergeable'}")
     add("house", "house", "chats", *HOUSE)
     add("whole house", "house", "chats", *HOUSE, whole)
-    for half in (commands[::2], commands[1::2]):  # ranks have a limit of time
-        run_ranks(train_each, 2, half)
+    run_ranks(in_turn, 2, [(train_alone, command) for command in commands])
     return folder
 
 
@@ -254,10 +253,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(runs, tmp_path, capsys):
         (tmp_path / name).mkdir()
     (tmp_path / "stock" / "model_world_size_1_rank_0.pt").touch()
     other = write_tiny_model(tmp_path / "other", seed=1)
-    alone, lora = (
-        f'checkpoint="{runs / "dora"}"',
-        "form=adapter must be given for adapters that PEFT does not merge",
-    )
+    alone, lora = (f'checkpoint="{runs / "dora"}"', "form=adapter must be given for adapters that PEFT does not merge")
     for line, options in {
         "checkpoint must be whole, or hold global_step_N folders; got": [f"checkpoint={tmp_path / 'empty'}"],
         "checkpoint must be whole; got": [f"checkpoint={cut}"],

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.packed_engine import build_worker
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.reference import Document, pack_row
 from tests.tiny_model import VOCABULARY
 from verl_ext.checkpoint.save import Snapshot
@@ -66,12 +66,10 @@ def done(tiny_model, tmp_path_factory):
             *((_saved_and_loaded, model, saved), (_loaded_without_a_scaler, model, saved)),
         ],
     }
-    found = {}
-    for ranks, each in calls.items():
-        first, *others = run_ranks(in_turn, ranks, each)
-        assert all(other == first for other in others)
-        found[ranks] = {function.__name__: result for (function, *_), result in zip(each, first, strict=True)}
-    return found
+    cases = {(ranks, call[0].__name__): (ranks, *call) for ranks, each in calls.items() for call in each}
+    found = run_cases(cases)
+    assert all(other == first for first, *others in found.values() for other in others)
+    return {case: results[0] for case, results in found.items()}
 
 
 def _scalers(model: str) -> list[tuple[bool, float] | None]:
@@ -80,7 +78,7 @@ def _scalers(model: str) -> list[tuple[bool, float] | None]:
 
 
 def test_fp16_alone_has_a_scaler_and_it_works_where_there_is_no_gpu(done):
-    assert done[1]["_scalers"] == [None, None, (True, 65536.0)]
+    assert done[1, "_scalers"] == [None, None, (True, 65536.0)]
 
 
 def _deviations(model: str, normaliser: float) -> dict[str, float]:
@@ -100,7 +98,7 @@ def _deviations(model: str, normaliser: float) -> dict[str, float]:
 
 
 def test_a_gradient_that_would_underflow_arrives_with_the_scaler(done):
-    deviations = done[2]["_deviations"]
+    deviations = done[2, "_deviations"]
     assert deviations["plain"] > 0.9  # nearly nothing is left of it
     assert deviations["scaled"] < 5e-3
 
@@ -127,7 +125,7 @@ def _clipped_step(model: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_norm_and_the_clipped_update_are_those_of_the_unscaled_gradient(done, ranks):
-    seen = done[ranks]["_clipped_step"]
+    seen = done[ranks, "_clipped_step"]
     assert seen["scaled norm"] == pytest.approx(65536, rel=5e-3)  # the backward pass's gradients are scaled
     assert seen["told norm"] == pytest.approx(1, rel=5e-3)
     assert seen["update norm"] == pytest.approx(1, rel=1e-3)
@@ -153,7 +151,7 @@ def _step_with_a_bad_gradient(model: str, rank: int, value: float) -> dict[str, 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_halves_the_scale(done, ranks):
-    assert done[ranks]["_step_with_a_bad_gradient"] == {
+    assert done[ranks, "_step_with_a_bad_gradient"] == {
         "finite": [True, False, True],
         "moved": [True, False, True],
         "scale": [65536, 32768, 32768],
@@ -191,7 +189,7 @@ def _loaded_without_a_scaler(model: str, folder: str) -> dict[str, Any]:
 
 
 def test_the_scale_and_its_growth_are_of_the_checkpoint_and_begin_anew_after_another_precision(done):
-    states, anew = done[2]["_saved_and_loaded"], done[2]["_loaded_without_a_scaler"]
+    states, anew = done[2, "_saved_and_loaded"], done[2, "_loaded_without_a_scaler"]
     assert (states["saved"]["scale"], states["saved"]["_growth_tracker"]) == (256, 2)
     assert states["loaded"] == states["saved"]
     assert (anew["scale"], anew["_growth_tracker"]) == (65536, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks import in_turn, run_ranks
 from tests.test_fp16 import FP16
-from tests.training import build, into, metrics, small_run, stopped_at, train_each
+from tests.training import build, into, metrics, small_run, stopped_at, train_alone
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,8 @@ def column(folder, name):
 
 def test_fp16_follows_the_loss_of_fp32_within_half_a_percent(options, tmp_path):
     two = [*options, "trainer.total_epochs=2"]
-    run_ranks(train_each, 2, [[*two, into(tmp_path / "fp32")], [*two, into(tmp_path / "fp16"), FP16]])
+    runs = [[*two, into(tmp_path / "fp32")], [*two, into(tmp_path / "fp16"), FP16]]
+    run_ranks(in_turn, 2, [(train_alone, run) for run in runs])
     exact, half = (column(tmp_path / name, "train/loss") for name in ("fp32", "fp16"))
     assert len(exact) > 10
     assert half == pytest.approx(exact, rel=5e-3)

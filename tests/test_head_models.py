@@ -10,21 +10,17 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from torch.distributed.tensor import distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.checked import typed
-from tests.ranks import in_turn, run_ranks
-from tests.reference import Document, Reference, load_eager, pack_row
+from tests.ranks import run_cases
+from tests.reference import Document, Reference, fill_adapters, load_eager
 from tests.tiny_model import write_tiny_model
 from verl_ext.config.compose import compose
 from verl_ext.config.model import PackedModel
-from verl_ext.data import CategoryTable
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, cheapest_head
-from verl_ext.losses import LossSpec
 from verl_ext.parallel.shards import SequenceShards
-from verl_ext.trainer.batch import StepCollator
 
 pytestmark = pytest.mark.slow
 
@@ -73,13 +69,9 @@ HALF = "qwen3_tied"  # this model also runs in half precision
 TARGETS = ["q_proj", "lm_head"]  # the targets of the adapters on LLaMA
 
 
-def train(runs: dict[tuple[str, str], str]):
-    """Return by run, (name, precision or "lora"), the head that a folder's model allows, and a step by each head."""
-    return {run: train_one(model, run[1]) for run, model in runs.items()}
-
-
-def train_one(model: str, kind: str):
-    from tests.packed_engine import build_worker, train_step
+def train(model: str, kind: str):
+    """Return the head that a folder's model allows, and a step by each head; a kind is a precision or "lora"."""
+    from tests.packed_engine import build_worker, token_step
 
     dtype = "fp32" if kind == "lora" else kind
     overrides = [f"engine.mixed_precision={{param_dtype:{dtype},reduce_dtype:fp32,buffer_dtype:fp32}}"]
@@ -88,17 +80,8 @@ def train_one(model: str, kind: str):
     engine = build_worker(model, sequence_parallel=2, overrides=overrides).engine
     if engine.scaler is not None:  # gradients of few targets are large
         engine.scaler.load_state_dict({**engine.scaler.state_dict(), "scale": 1024.0})
-    for name, parameter in engine.module.named_parameters():
-        if "lora_" in name:
-            parameter.data.copy_(distribute_tensor(adapter(parameter), parameter.device_mesh, parameter.placements))
-    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
-    packs = [pack_row(pack) for pack in PACKS]
-    return engine.cheapest_head, [train_step(engine, packs, collate, len(packs), head) for head in HEADS]
-
-
-def adapter(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a whole value for an adapter's parameter; at B's initial 0, A would have no gradient."""
-    return 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+    fill_adapters(engine.module)
+    return engine.cheapest_head, [token_step(engine, PACKS, head) for head in HEADS]
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +101,13 @@ def folder(tmp_path_factory):
 
 def gathers(model: str) -> dict[str, Counter]:
     """Count by head how often FSDP2 gathers each group of parameters in a step of one micro-batch."""
-    from tests.packed_engine import build_worker, train_step
+    from tests.packed_engine import build_worker, token_step
 
     engine = build_worker(model, sequence_parallel=2).engine
-    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
     counts = {}
     for head in HEADS:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            train_step(engine, [pack_row(PACKS[0])], collate, 1, head)
+            token_step(engine, PACKS[:1], head)
         names = re.findall(r"FSDP::all_gather \((\S+)\)", " ".join(event.name for event in profiled.events()))
         counts[head] = Counter(names)
     return counts
@@ -133,40 +115,33 @@ def gathers(model: str) -> dict[str, Counter]:
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """Return rank 0's results by run, and its gathers; the two ranks start once."""
+    """Return each rank's result of a run, (name, kind), and its gathers."""
     runs = [*((name, "fp32") for name in MODELS), (HALF, "bf16"), (HALF, "fp16"), ("llama", "lora")]
-    folders = {run: str(folder(run[0])) for run in runs}
-    return run_ranks(in_turn, 2, [(train, folders), (gathers, str(folder("llama")))])[0]
-
-
-@pytest.fixture(scope="module")
-def trained(found):
-    return found[0]
+    cases = {(name, kind): (2, train, str(folder(name)), kind) for name, kind in runs}
+    return run_cases({**cases, "gathers": (2, gathers, str(folder("llama")))})
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel_ranks(name, folder, trained):
-    use, steps = trained[name, "fp32"]
+def test_a_step_of_every_head_equals_plain_hugging_face_on_two_sequence_parallel_ranks(name, folder, found):
+    use, steps = found[name, "fp32"][0]
     assert use == MODELS[name][2]
     assert_all_equal(steps, Reference(load_eager(str(folder(name))), DOCUMENTS).step(PACKS, "token", {}))
 
 
 def test_backward_gathers_no_weight_that_it_does_not_need(found):
-    counts = found[1]
+    counts = found["gathers"][0]
     for head in HEADS:
         assert counts[head]["model.embed_tokens"] == 1
         assert counts[head]["model.layers.0"] == counts[head]["model.layers.1"] == 2
         assert counts[head]["lm_head"] == (1 if head == "fused" else 2)
 
 
-def test_a_step_with_an_adapter_on_the_head_equals_plain_hugging_face(folder, trained):
+def test_a_step_with_an_adapter_on_the_head_equals_plain_hugging_face(folder, found):
     model = get_peft_model(
         load_eager(str(folder("llama"))), LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, lora_dropout=0.0)
     ).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data.copy_(adapter(parameter))
-    use, steps = trained["llama", "lora"]
+    fill_adapters(model)
+    use, steps = found["llama", "lora"][0]
     assert use == "fused"
     assert_all_equal(steps, Reference(model, DOCUMENTS).step(PACKS, "token", {}))
 
@@ -181,13 +156,11 @@ def assert_all_equal(steps, expected):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_in_half_precision_a_step_is_no_further_from_plain_hugging_face_than_that_of_plain_logits(
-    dtype, folder, trained
-):
+def test_in_half_precision_a_step_is_no_further_from_plain_hugging_face_than_that_of_plain_logits(dtype, folder, found):
     expected = Reference(load_eager(str(folder(HALF))), DOCUMENTS).step(PACKS, "token", {})
     names = list(expected.gradients)
     truth = torch.cat([expected.gradients[name].flatten() for name in names])
-    _, steps = trained[HALF, dtype]
+    _, steps = found[HALF, dtype][0]
     vectors = [torch.cat([step.gradients[name].double().flatten() for name in names]) for step in steps]
     fused, targets, plain = (float((vector - truth).norm() / truth.norm()) for vector in vectors)
     assert max(fused, targets) <= 1.2 * plain

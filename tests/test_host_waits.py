@@ -27,9 +27,7 @@ pytestmark = pytest.mark.slow
 
 # (part of a step, wait, place without its line): why it is there
 _OPTIMIZER = "verl/workers/engine/fsdp/transformer_impl.py:optimizer_step"
-ALLOWED = {
-    ("optimizer", "item", _OPTIMIZER): "verl skips a step whose norm is not finite, and returns the norm",
-}
+ALLOWED = {("optimizer", "item", _OPTIMIZER): "verl skips a step whose norm is not finite, and returns the norm"}
 DOCUMENT_PACKS = [pack_row([DOCUMENTS[i] for i in group]) for group in ([8, 12], [6, 7])]
 
 

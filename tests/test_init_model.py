@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_model import write_tiny_model
+from verl_ext.__main__ import main
 from verl_ext.commands.command_line import read_options
 from verl_ext.files import OutputFolder
 from verl_ext.options import DataError, UsageError
@@ -183,11 +182,11 @@ def test_folders_of_others_are_not_replaced(made, tmp_path):
         read_options(InitModelOptions, ["model=tiny", f"tokenizer.path={made}", f"output_dir={made}", "overwrite=true"])
 
 
-def test_text_that_cannot_be_used_ends_the_command_with_code_1_and_one_line(tmp_path):
+def test_text_that_cannot_be_used_ends_the_command_with_code_1_and_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.txt").write_bytes(b"abc\n\xff")
-    options = ["model=tiny", "output_dir=out", "tokenizer.train_on=bad.txt"]
-    command = [sys.executable, "-m", "verl_ext", "init-model", *options]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr.count("Traceback")) == (1, "", 0), done.stderr
-    assert done.stderr.splitlines()[-1] == "error: bad.txt: text must be UTF-8; byte 5 is not"
+    monkeypatch.chdir(tmp_path)
+    assert main(["init-model", "model=tiny", "output_dir=out", "tokenizer.train_on=bad.txt"]) == 1
+    told = capsys.readouterr()
+    assert (told.out, told.err.splitlines()[-1]) == ("", "error: bad.txt: text must be UTF-8; byte 5 is not")
+    assert "Traceback" not in told.err
     assert [path.name for path in tmp_path.iterdir()] == ["bad.txt"]

@@ -2,20 +2,14 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
-from torch.distributed.tensor import distribute_tensor
 from transformers import MixtralConfig
 
-from tests.ranks import run_ranks
-from tests.reference import Reference, documents_of_answers, load_eager, pack_row
+from tests.ranks import run_cases
+from tests.reference import Reference, documents_of_answers, fill_adapters, load_eager
 from tests.tiny_model import write_tiny_model
-from tests.training import differences, into, refusals, small_run, stopped_at, train_each
-from verl_ext.data import CategoryTable
-from verl_ext.losses import LossSpec
-from verl_ext.trainer.batch import StepCollator
+from tests.training import differences, into, refusals, small_run, stopped_at, train_twice
 
 pytestmark = pytest.mark.slow
 
@@ -47,30 +41,16 @@ def options(**given: Any) -> dict[str, Any]:
     return {"target_modules": NAMED, "lora_alpha": 8, **given}
 
 
-def value(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a whole value for an adapter's factor; at B's initial 0, A would have no gradient."""
-    return 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
-
-
-def is_factor(name: str) -> bool:
-    return "lora_A" in name or "lora_B" in name
-
-
 def steps(kinds: dict[str, str], sequence_parallel: int):
     """Return a step of each kind of adapters around a folder's model."""
-    from tests.packed_engine import build_worker, train_step
+    from tests.packed_engine import build_worker, token_step
 
     found = {}
     for kind, folder in kinds.items():
         overrides = ["model.lora_rank=4", *(as_override(*each) for each in options(**KINDS[kind][1]).items())]
         engine = build_worker(folder, sequence_parallel, overrides).engine
-        for name, parameter in engine.module.named_parameters():
-            if is_factor(name):
-                parameter.data.copy_(distribute_tensor(value(parameter), parameter.device_mesh, parameter.placements))
-        collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
-        packs = [pack_row(pack) for pack in PACKS]
-        ranks = engine.get_data_parallel_size()
-        found[kind] = engine.cheapest_head, train_step(engine, packs, collate, -(-len(packs) // ranks), "fused")
+        fill_adapters(engine.module)
+        found[kind] = engine.cheapest_head, token_step(engine, PACKS)
     return found
 
 
@@ -79,11 +59,26 @@ def folders(tmp_path_factory):
     return {name: write_tiny_model(tmp_path_factory.mktemp(name), **config) for name, config in MODELS.items()}
 
 
+RESUMED = {"all": (), "alone": ("checkpoint.save_lora_only=true",)}  # what checkpoints hold
+
+
 @pytest.fixture(scope="module")
-def found(folders):
-    """Return rank 0's steps by layout and kind; the ranks of a layout start once."""
+def run(folders, tmp_path_factory):
+    """Return the overrides of a run, and its folder."""
+    more = ("model.use_dora=true", "model.lora_dropout=0.3", "model.modules_to_save=[embed_tokens,lm_head]")
+    more = ("model.lora_rank=4", *more, "trainer.total_training_steps=3", "trainer.save_freq=1")
+    folder = tmp_path_factory.mktemp("run")
+    return small_run(folder, folders["qwen3"], [30] * 8, *more), folder
+
+
+@pytest.fixture(scope="module")
+def found(folders, run):
+    """Return each rank's steps, by kind, of a layout; execute a run with each content, and resume it."""
     kinds = {kind: str(folders[model]) for kind, (model, _) in KINDS.items()}
-    return {name: run_ranks(steps, ranks, kinds, of_pack)[0] for name, (ranks, of_pack) in LAYOUTS.items()}
+    cases = {name: (ranks, steps, kinds, of_pack) for name, (ranks, of_pack) in LAYOUTS.items()}
+    for name, more in RESUMED.items():
+        cases[name] = (2, train_twice, [*run[0], *more], run[1] / name, run[1] / f"resumed {name}")
+    return run_cases(cases)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -91,37 +86,26 @@ def found(folders):
 def test_a_step_equals_that_of_pefts_own_model(kind, layout, folders, found):
     model, given = KINDS[kind]
     peft = get_peft_model(load_eager(str(folders[model])), LoraConfig(r=4, **options(**given))).eval()
-    for name, parameter in peft.named_parameters():
-        if is_factor(name):
-            parameter.data.copy_(value(parameter))
+    fill_adapters(peft)
     expected = Reference(peft, DOCUMENTS).step(PACKS, "token", {})
-    head, step = found[layout][kind]
+    head, step = found[layout][0][kind]
     assert head == ("targets" if kind == "dora" else "fused")
     assert step.report["train/loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert step.gradients.keys() == expected.gradients.keys()
     assert max(expected.gradient_errors(step.gradients).values()) < 1e-5
 
 
-def test_a_run_and_its_resume_on_two_ranks_are_equal_in_every_bit_and_other_adapters_are_refused(folders, tmp_path):
-    more = ("model.use_dora=true", "model.lora_dropout=0.3", "model.modules_to_save=[embed_tokens,lm_head]")
-    more = ("model.lora_rank=4", *more, "trainer.total_training_steps=3", "trainer.save_freq=1")
-    run = small_run(tmp_path, folders["qwen3"], [30] * 8, *more)
-    alone = "checkpoint.save_lora_only=true"
-    wholes = {name: tmp_path / f"whole {name}" for name in ("all", "alone")}
-    run_ranks(train_each, 2, [[*run, into_quoted(wholes["all"])], [*run, alone, into_quoted(wholes["alone"])]])
-    resumes = {name: stopped_at(whole, tmp_path / f"resumed {name}", 1) for name, whole in wholes.items()}
-    run_ranks(train_each, 2, [[*run, into_quoted(resumes["all"])], [*run, alone, into_quoted(resumes["alone"])]])
-    for name, whole in wholes.items():
-        assert differences(resumes[name], whole, 3) == []
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_and_its_resume_on_two_ranks_are_equal_in_every_bit(name, run, found):
+    assert differences(run[1] / f"resumed {name}", run[1] / name, 3) == []
+
+
+def test_a_resume_with_other_adapters_is_refused(run, found):
     changes = [["model.use_dora=false"], ["model.lora_dropout=0"], ["model.modules_to_save=[]"]]
-    resumed = stopped_at(wholes["all"], tmp_path / "again", 1)
-    for told, (change,) in zip(run_ranks(refusals, 1, [*run, into(resumed)], changes)[0], changes, strict=True):
+    begun = [*run[0], into(stopped_at(run[1] / "all", run[1] / "begun", 1))]
+    for told, (change,) in zip(refusals(begun, changes), changes, strict=True):
         key, _, given = change.partition("=")
         assert told.startswith(f"{key} is {given.replace('false', 'False')}, but the run in ")
-
-
-def into_quoted(folder) -> str:
-    return into(f'"{folder}"')
 
 
 REFUSED = {
@@ -161,5 +145,5 @@ def test_what_cannot_be_trained_is_refused_in_one_line_before_weights(folders, t
         return text
 
     run = [*small_run(tmp_path, folders["qwen3"], [30] * 4), into(tmp_path / "run"), "model.lora_rank=4"]
-    (told,) = run_ranks(refusals, 1, run, [placed(change).split() for change in REFUSED])
+    told = refusals(run, [placed(change).split() for change in REFUSED])
     assert told == [placed(line) for line in REFUSED.values()]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.document_texts import random_words, write_jsonl
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.reference import load_eager
 from tests.training import build, heard, into, metrics, refusals, train, train_alone
 from verl_ext.data import MultiDocDataset
@@ -38,15 +38,8 @@ def options(model, sources, folder, *more):
     a, b = sources
     data = ["data=multidoc", f"data.blend=[[0.7,{a}],[0.3,{b}]]", "data.train_ratio=0.8"]
     steps = ["trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.save_freq=-1"]
-    return [
-        *data,
-        *WINDOW,
-        *steps,
-        f"data.cache_dir={folder}/cache",
-        f"model.path={model}",
-        into(folder / "run"),
-        *more,
-    ]
+    places = [f"data.cache_dir={folder}/cache", f"model.path={model}", into(folder / "run")]
+    return [*data, *WINDOW, *steps, *places, *more]
 
 
 def write_index(prefix, tokens, length):
@@ -83,21 +76,12 @@ def _sums(model, rows):
     return {name: torch.cat(parts) for name, parts in sums.items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_and_validation_are_those_of_plain_hugging_face(ranks, tiny_model, sources, tmp_path):
-    runs = []
-    for sharing, across in ((1, "true"),) if ranks == 1 else itertools.product((1, 2), ("true", "false")):
-        run = options(tiny_model, sources, tmp_path / f"{sharing}-{across}", f"data.attend_across_documents={across}")
-        run += [
-            "optim.lr=1e-12",
-            f"engine.ulysses_sequence_parallel_size={sharing}",
-        ]  # validation follows the last step
-        runs.append((_rows_and_metrics, run))
-    for rows, validation, said in run_ranks(in_turn, ranks, runs)[0]:
-        _assert_plain(load_eager(str(tiny_model)), rows, validation, said)
+PLAIN = [(1, 1, "true"), *itertools.product([2], [1, 2], ["true", "false"])]
 
 
-def _assert_plain(model, rows, validation, said):
+@pytest.mark.parametrize("case", PLAIN, ids="{0[0]} ranks, {0[1]} of a pack, across {0[2]}".format)
+def test_a_step_and_validation_are_those_of_plain_hugging_face(case, tiny_model, runs):
+    model, (rows, validation, said) = load_eager(str(tiny_model)), runs[1][case][0]
     losses = _sums(model, rows)
     mean = torch.cat(list(losses.values())).mean()
     mean.backward()
@@ -128,10 +112,29 @@ CHANGES = {
 }
 
 
+def _evaluate(overrides):
+    trainer = build(overrides)
+    trainer.resume()
+    trainer.evaluate_only()
+
+
+def _token_range(prefix, cache):
+    dataset = MultiDocDataset(prefix, None, 16, cache_dir=cache)
+    dataset.read_together(RunRanks())
+    return dataset.token_range
+
+
 @pytest.fixture(scope="module")
 def runs(tiny_model, sources, tmp_path_factory):
-    """Return the folder of the runs of one rank, and the errors of a resume under each change."""
+    """Return the folder of all runs, and each rank's results."""
     folder, (a, b) = tmp_path_factory.mktemp("runs"), sources
+    cases = {}
+    for ranks, sharing, across in PLAIN:
+        run = options(tiny_model, sources, folder / f"{ranks}-{sharing}-{across}", "optim.lr=1e-12")
+        run += [f"data.attend_across_documents={across}", f"engine.ulysses_sequence_parallel_size={sharing}"]
+        cases[ranks, sharing, across] = (ranks, _rows_and_metrics, run)  # validation follows the last step
+
+    # One rank: a run that is extended, one of epochs, measurements.
     constant = options(tiny_model, sources, folder, "optim.lr_scheduler_type=constant")
     parts, longer = [*constant, "trainer.save_freq=2"], [*constant, "trainer.total_training_steps=4"]
     changes = [[each.format(a=a, b=b, moved=a.replace("/a.jsonl", "/./a.jsonl"))] for each in CHANGES]
@@ -141,10 +144,23 @@ def runs(tiny_model, sources, tmp_path_factory):
     short = [word for word in blend if not word.startswith(("data.blend", "data.train_ratio"))]
     words = write_jsonl(folder / "short.jsonl", random_words((5,)))
     short += [f"data.val_dir={{short: {words}}}", into(folder / "short")]
-    calls = [(train_alone, parts), (shutil.copytree, folder / "run", folder / "extended"), (refusals, parts, changes)]
-    calls += [(train_alone, [*longer, into(folder / name)]) for name in ("extended", "whole")]
-    calls += [(train_alone, epochs), *((heard, _evaluate, evaluation) for evaluation in (blend, short))]
-    return folder, run_ranks(in_turn, 1, calls)[0][2]
+    cases |= {"run": (1, train_alone, parts), "copy": (1, shutil.copytree, folder / "run", folder / "extended")}
+    cases |= {"changes": (1, refusals, parts, changes), "epochs": (1, train_alone, epochs)}
+    cases |= {name: (1, train_alone, [*longer, into(folder / name)]) for name in ("extended", "whole")}
+    cases |= {"blend": (1, heard, _evaluate, blend), "short": (1, heard, _evaluate, short)}
+
+    # Two ranks: indices with tokens beyond the vocabulary, with a cache that is read alone, and with a range to share.
+    beyond = write_index(folder / "beyond", [5, 6, 128] * 30, 90)
+    words = write_index(folder / "words", [5 + number // 9 for number in range(180)], 9)
+    corpus = write_index(folder / "corpus", [50] * 80 + [5] * 79 + [90], 10)
+    (folder / "file").write_text("")
+    asked = ["data=multidoc", f"model.path={tiny_model}", *WINDOW, into(folder / "indexed")]
+    uncached = [f"data.train_dir={{words: {words}}}", "data.sampling=in_order", f"data.cache_dir={folder}/file/cache"]
+    uncached += ["trainer.total_training_steps=1", "trainer.save_freq=-1"]
+    asked_beyond = [*asked, f"data.train_dir={beyond}", f"data.cache_dir={folder}/of_beyond"]
+    cases |= {"beyond": (2, refusals, asked_beyond, [[]]), "uncached": (2, train_alone, [*asked, *uncached])}
+    cases["range"] = (2, _token_range, str(corpus), str(folder / "ranges"))
+    return folder, run_cases(cases)
 
 
 def test_a_stream_that_is_extended_goes_on_as_if_it_had_been_as_long_from_the_start(runs):
@@ -154,7 +170,7 @@ def test_a_stream_that_is_extended_goes_on_as_if_it_had_been_as_long_from_the_st
 
 
 def test_a_resume_on_other_samples_is_refused(runs):
-    for line, expected in zip(runs[1], CHANGES.values(), strict=True):
+    for line, expected in zip(runs[1]["changes"][0], CHANGES.values(), strict=True):
         assert re.search(expected, line)
 
 
@@ -175,38 +191,16 @@ def test_evaluation_alone_measures_a_split_blend_and_a_set_shorter_than_a_sample
     assert told["val/short_tokens"] == 5
 
 
-def _evaluate(overrides):
-    trainer = build(overrides)
-    trainer.resume()
-    trainer.evaluate_only()
-
-
-def test_tokens_beyond_the_models_vocabulary_are_refused_before_it_is_loaded(tiny_model, tmp_path):
-    corpus = write_index(tmp_path / "corpus", [5, 6, 128] * 30, 90)
-    asked = ["data=multidoc", f"data.train_dir={corpus}", f"model.path={tiny_model}", *WINDOW]
-    asked += [f"data.cache_dir={tmp_path}/cache", into(tmp_path / "run")]
-    for (told,) in run_ranks(refusals, 2, asked, [[]]):
+def test_tokens_beyond_the_models_vocabulary_are_refused_before_it_is_loaded(runs):
+    for (told,) in runs[1]["beyond"]:
         assert re.search(r"data.train_dir must hold token ids .* \(0..127\); got .* 5 to 128", told)
 
 
-def test_an_index_is_trained_on_where_the_cache_cannot_be_written(tiny_model, tmp_path):
-    corpus = write_index(tmp_path / "corpus", [5 + number // 9 for number in range(180)], 9)
-    (tmp_path / "file").write_text("")
-    asked = ["data=multidoc", f"data.train_dir={{words: {corpus}}}", "data.sampling=in_order"]
-    asked += [f"data.cache_dir={tmp_path}/file/cache", f"model.path={tiny_model}", *WINDOW, into(tmp_path / "run")]
-    run_ranks(train_alone, 2, [*asked, "trainer.total_training_steps=1", "trainer.save_freq=-1"])
-    assert metrics(tmp_path / "run")[1, "train/words_tokens"] > 0
+def test_an_index_is_trained_on_where_the_cache_cannot_be_written(runs):
+    assert metrics(runs[0] / "indexed")[1, "train/words_tokens"] > 0
 
 
-def _token_range(prefix, cache):
-    dataset = MultiDocDataset(prefix, None, 16, cache_dir=cache)
-    dataset.read_together(RunRanks())
-    return dataset.token_range
-
-
-def test_the_token_range_is_of_all_ranks_and_is_kept(tmp_path):
-    corpus = write_index(tmp_path / "corpus", [50] * 80 + [5] * 79 + [90], 10)
-    said = run_ranks(_token_range, 2, str(corpus), str(tmp_path / "cache"))
-    assert said == [(5, 90)] * 2
-    [kept] = (tmp_path / "cache").glob("range-*/token_range.npy")
+def test_the_token_range_is_of_all_ranks_and_is_kept(runs):
+    assert runs[1]["range"] == ((5, 90),) * 2
+    [kept] = (runs[0] / "ranges").glob("range-*/token_range.npy")
     assert np.load(kept).tolist() == [5, 90]

@@ -1,5 +1,7 @@
 """Muon over FSDP2's shards: torch's own on one process to the last bit, resumes on other ranks, embeddings by AdamW."""
 
+import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, MambaConfig, MixtralConfig
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.tiny_model import write_tiny_model
-from tests.training import differences, into, metrics, refusals, small_run, stopped_at, tensors_of, train_each
+from tests.training import differences, into, metrics, refusals, resume_run, small_run, tensors_of, train_twice
 from verl_ext.engines.muon import MATRICES
 from verl_ext.engines.optimizer import built_optimizer, parameter_groups
 
@@ -75,21 +77,24 @@ def of_torch(adjust: str, **given: Any) -> list[torch.Tensor]:
         return [torch.stack(list(parts)) if len(parts) > 1 else parts[0].clone() for parts in experts]
 
 
+OPTIONS = {"match_rms_adamw": {}, "original": {"momentum": 0.5, "nesterov": False, "ns_steps": 3}}  # the first: default
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Return each rank's parameters after steps with options."""
+    cases = {}
+    for ranks, (adjust, given) in itertools.product((1, 2, 3, 4), OPTIONS.items()):
+        cases[ranks, adjust] = (ranks, partial(after_steps, **(given and {"adjust_lr_fn": adjust, **given})))
+    return run_cases(cases)
+
+
+@pytest.mark.parametrize("adjust", OPTIONS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_steps_over_shards_have_the_bits_of_torchs_muon_and_adamw_on_one_process(ranks):
-    for found in run_ranks(after_steps, ranks):
-        for mine, its in zip(found, of_torch("match_rms_adamw"), strict=True):
+def test_steps_over_shards_have_the_bits_of_torchs_muon_and_adamw_on_one_process(ranks, adjust, found):
+    for parameters in found[ranks, adjust]:
+        for mine, its in zip(parameters, of_torch(adjust, **OPTIONS[adjust]), strict=True):
             assert torch.equal(mine, its)
-
-
-def _other_steps() -> list[torch.Tensor]:
-    return after_steps(adjust_lr_fn="original", momentum=0.5, nesterov=False, ns_steps=3)
-
-
-def test_the_options_of_torchs_muon_are_taken():
-    (found, _) = run_ranks(_other_steps, 2)
-    expected = of_torch("original", momentum=0.5, nesterov=False, ns_steps=3)
-    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
 
 
 def test_the_momentum_of_weights_in_bf16_is_a_sum_of_gradients():
@@ -133,10 +138,7 @@ def test_a_run_is_torchs_muon_and_adamw_and_its_resume_is_exact_also_on_another_
     more = (MUON, "optim.weight_decay=0.5", "optim.decay=matrices", "optim.lr_of={layers.0: 2}")
     run = small_run(tmp_path, model, [30] * 8, *more, "trainer.total_training_steps=3", "trainer.save_freq=1")
     whole, resumed, alone = (tmp_path / name for name in ("whole", "resumed", "alone"))
-    run_ranks(train_each, 2, [[*run, into(whole)]])
-    for folder, ranks in ((resumed, 2), (alone, 1)):
-        stopped_at(whole, folder, 1)
-        run_ranks(train_each, ranks, [[*run, into(folder)]])
+    run_cases({"whole": (2, train_twice, run, whole, resumed), "alone": (1, resume_run, run, whole, alone, 1)})
     assert differences(resumed, whole, 3) == []
     for step in (2, 3):
         assert metrics(alone)[step, "train/loss"] == pytest.approx(metrics(whole)[step, "train/loss"], rel=1e-4)
@@ -165,7 +167,7 @@ def test_a_run_is_torchs_muon_and_adamw_and_its_resume_is_exact_also_on_another_
 def test_options_that_neither_takes_are_refused_in_one_line(tiny_model, tmp_path):
     run = [*small_run(tmp_path, tiny_model, [30] * 4), into(tmp_path / "run"), MUON]
     given = ["{adjust_lr_fn: none}", "{warmth: 1}", "{momentum: 0.9, eps: 1e-9, ns_steps: 4}"]
-    (told,) = run_ranks(refusals, 1, run, [[f"optim.override_optimizer_config={each}"] for each in given])
+    told = refusals(run, [[f"optim.override_optimizer_config={each}"] for each in given])
     must = "optim.override_optimizer_config must be options of Muon; got"
     assert told[0].startswith(f"{must} {{'adjust_lr_fn': 'none'}} (")
     assert told[1].startswith(f"{must} {{'warmth': 1}} (")

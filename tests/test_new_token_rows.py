@@ -7,18 +7,14 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.ranks import run_ranks
-from tests.reference import Reference, documents_of_answers, load_eager, pack_row
+from tests.ranks import run_cases
+from tests.reference import Reference, documents_of_answers, fill_adapters, load_eager
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, into, metrics, plain_losses, refusals, stopped_at, train_each
+from tests.training import differences, into, metrics, plain_losses, refusals, train_twice
 from verl_ext.commands.export import main as export
-from verl_ext.data import CategoryTable
-from verl_ext.losses import LossSpec
-from verl_ext.trainer.batch import StepCollator
 
 pytestmark = pytest.mark.slow
 
@@ -40,15 +36,6 @@ KINDS = {**{name: (name, []) for name in MODELS}, **{f"lora of {name}": (name, L
 LAYOUTS = {"one rank": (1, 1), "two ranks": (2, 1), "two ranks of a pack": (2, 2)}
 
 
-def value(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a whole value for an adapter's factor; at B's initial 0, A would have no gradient."""
-    return 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
-
-
-def is_factor(name: str) -> bool:
-    return "lora_A" in name or "lora_B" in name
-
-
 @torch.no_grad()
 def resized(folder, rows: int, model: Any = None) -> Any:
     """Return plain transformers' model with the rows of new tokens, made by hand."""
@@ -66,18 +53,13 @@ def resized(folder, rows: int, model: Any = None) -> Any:
 
 def steps(folders: dict[str, str], sequence_parallel: int):
     """Return a step of each kind."""
-    from tests.packed_engine import build_worker, train_step
+    from tests.packed_engine import build_worker, token_step
 
     found = {}
     for kind, (model, overrides) in KINDS.items():
         engine = build_worker(folders[model], sequence_parallel, [WORDS, SPECIAL, *overrides]).engine
-        for name, parameter in engine.module.named_parameters():
-            if is_factor(name):
-                parameter.data.copy_(distribute_tensor(value(parameter), parameter.device_mesh, parameter.placements))
-        collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
-        packs = [pack_row(pack) for pack in PACKS]
-        accumulation = -(-len(packs) // engine.get_data_parallel_size())
-        found[kind] = engine.cheapest_head, train_step(engine, packs, collate, accumulation, "fused")
+        fill_adapters(engine.module)
+        found[kind] = engine.cheapest_head, token_step(engine, PACKS)
     return found
 
 
@@ -86,15 +68,9 @@ def folders(tmp_path_factory):
     return {name: str(write_tiny_model(tmp_path_factory.mktemp(name), **config)) for name, config in MODELS.items()}
 
 
-@pytest.fixture(scope="module")
-def found(folders):
-    """Return rank 0's steps by layout and kind; the ranks of a layout start once."""
-    return {name: run_ranks(steps, ranks, folders, of_pack)[0] for name, (ranks, of_pack) in LAYOUTS.items()}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_equals_that_of_plain_transformers_with_the_same_rows(kind, layout, folders, found):
+def test_a_step_equals_that_of_plain_transformers_with_the_same_rows(kind, layout, folders, runs):
     name, overrides = KINDS[kind]
     model = resized(folders[name], ROWS[name])
     if overrides:
@@ -102,11 +78,9 @@ def test_a_step_equals_that_of_plain_transformers_with_the_same_rows(kind, layou
         rows = {end: list(PIECES) for end in ends}
         lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], trainable_token_indices=rows)
         model = get_peft_model(model, lora).eval()
-        for parameter_name, parameter in model.named_parameters():
-            if is_factor(parameter_name):
-                parameter.data.copy_(value(parameter))
+        fill_adapters(model)
     expected = Reference(model, DOCUMENTS).step(PACKS, "token", {})
-    head, step = found[layout][kind]
+    head, step = runs[1][layout][0][kind]
     assert head == "fused"
     assert step.report["train/loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert step.gradients.keys() == expected.gradients.keys()
@@ -131,33 +105,27 @@ def documents():
 
 @pytest.fixture(scope="module")
 def runs(documents, folders, tmp_path_factory):
-    """Return the folder of all runs on two ranks, and of the same runs resumed after their first step."""
+    """Return the folder of all runs on two ranks, whole and resumed after a step; and each rank's steps of a layout."""
     folder = tmp_path_factory.mktemp("runs")
     data = write_tokenized(folder / "data", documents)
-    begun = []
+    cases = {name: (ranks, steps, folders, of_pack) for name, (ranks, of_pack) in LAYOUTS.items()}
     for name, (model, overrides) in RUNS.items():
-        given = [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={folders[model]}", WORDS, SPECIAL]
-        begun.append([*given, *STEPS, *overrides, into(f'"{folder / name}"')])
-    for half in (begun[::2], begun[1::2]):  # ranks have a limit of time
-        run_ranks(train_each, 2, half)
-    resumed = []
-    for name, command in zip(RUNS, begun, strict=True):
-        resumed.append([*command[:-1], into(f'"{stopped_at(folder / name, folder / f"resumed {name}", 1)}"')])
-    run_ranks(train_each, 2, resumed)
-    return folder
+        run = [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={folders[model]}", WORDS, SPECIAL]
+        cases[name] = (2, train_twice, [*run, *STEPS, *overrides], folder / name, folder / f"resumed {name}")
+    return folder, run_cases(cases)
 
 
 def exported(runs, name, *more):
     """Return the folder of a run's export."""
-    output = runs / " ".join(["export of", name, *more])
+    output = runs[0] / " ".join(["export of", name, *more])
     if not output.exists():
-        assert export([f'checkpoint="{runs / name}"', f'output_dir="{output}"', *more]) == 0
+        assert export([f'checkpoint="{runs[0] / name}"', f'output_dir="{output}"', *more]) == 0
     return output
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_equals_the_whole_one_in_every_bit(name, runs):
-    assert differences(runs / f"resumed {name}", runs / name, 2) == []
+    assert differences(runs[0] / f"resumed {name}", runs[0] / name, 2) == []
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "adapters alone"])
@@ -165,7 +133,7 @@ def test_an_export_is_the_trained_model_with_its_rows_and_tokens(name, runs, fol
     model_name, overrides = RUNS[name]
     folder = exported(runs, name)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert plain_losses(folder, documents)[0] == pytest.approx(metrics(runs / name)[2, "val/loss"], rel=1e-5)
+    assert plain_losses(folder, documents)[0] == pytest.approx(metrics(runs[0] / name)[2, "val/loss"], rel=1e-5)
     assert model.config.vocab_size == len(model.get_input_embeddings().weight) == ROWS[model_name]
     assert model.config.tie_word_embeddings == (model_name == "tied")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -199,8 +167,8 @@ def test_exported_adapters_compute_the_same_beside_their_base_with_a_row_for_eac
 
 
 def test_a_resume_with_other_tokens_is_refused(runs, folders):
-    run = [f"data.train_dir={runs / 'data'}", f"model.path={folders['padded']}", *STEPS, into(runs / "padded")]
+    run = [f"data.train_dir={runs[0] / 'data'}", f"model.path={folders['padded']}", *STEPS, into(runs[0] / "padded")]
     changes = [[WORDS], [WORDS.replace("<call>", "<cell>"), SPECIAL]]
-    told = run_ranks(refusals, 1, run, changes)[0]
+    told = refusals(run, changes)
     assert told[0].startswith("model.new_special_tokens is [], but the run in ")
     assert told[1].startswith("model.new_tokens is ['w3 w5', '<cell>'], but the run in ")

@@ -137,11 +137,7 @@ REFUSED = {  # the words, the model's config and the line
         Qwen3Config(**SHAPE),
         "model.freeze must leave model.embed_tokens to train with model.new_tokens; got ['embed_tokens']",
     ),
-    "bias": (
-        [],
-        model_config("phi"),
-        "model.new_tokens must be [] with adapters of a PhiForCausalLM, of whose",
-    ),
+    "bias": ([], model_config("phi"), "model.new_tokens must be [] with adapters of a PhiForCausalLM, of whose"),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from verl_ext.engines.optimizer import implementation, step_problem, take_threads
 
 OPTIM = {"optimizer": "AdamW", "optimizer_impl": "torch.optim", "override_optimizer_config": None}
@@ -52,14 +52,6 @@ def _problems(names: list[str]) -> list[str | None]:
     return [step_problem(lambda p, name=name: getattr(torch.optim, name)(p, lr=0.1)) for name in names]
 
 
-def test_optimizers_that_take_no_steps_over_shards_are_found_by_any_number_of_ranks_and_by_none():
-    sound = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"]
-    for found in _problems([*sound, "Adafactor", "Rprop"]), *run_ranks(_problems, 2, [*sound, "Adafactor", "Rprop"]):
-        assert found[:-2] == [None] * len(sound)
-        # torch 2.11 has another reason for the second.
-        assert all(re.search("require placement changes|sharding strategy", problem) for problem in found[-2:])
-
-
 def _steps(options: dict) -> tuple[int, list[torch.Tensor]]:
     """Return the number of objects that 30 steps left behind, and the parameters after them."""
     torch.manual_seed(0)
@@ -82,13 +74,24 @@ def _steps(options: dict) -> tuple[int, list[torch.Tensor]]:
     return left, [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
-def _all_steps() -> list[tuple[int, list[torch.Tensor]]]:
-    return [_steps(options) for options in ({"foreach": False}, {"foreach": True}, {"fused": True})]
+SOUND = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    cases = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+    cases = {name: (2, _steps, options) for name, options in cases.items()}
+    return run_cases({**cases, "problems": (2, _problems, [*SOUND, "Adafactor", "Rprop"])})
+
+
+def test_optimizers_that_take_no_steps_over_shards_are_found_by_any_number_of_ranks_and_by_none(found):
+    for problems in _problems([*SOUND, "Adafactor", "Rprop"]), *found["problems"]:
+        assert problems[:-2] == [None] * len(SOUND)
+        assert all("in-place operations that require placement changes" in problem for problem in problems[-2:])
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="every implementation leaves objects behind there")
-def test_steps_over_shards_leave_no_objects_behind_and_agree():
-    (_, loop), *others = run_ranks(_all_steps, 2)[0]
-    for left, parameters in others:
+def test_steps_over_shards_leave_no_objects_behind_and_agree(found):
+    for left, parameters in (found["foreach"][0], found["fused"][0]):
         assert left < 30  # fewer than one per step
-        torch.testing.assert_close(parameters, loop, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(parameters, found["loop"][0][1], rtol=1e-5, atol=1e-7)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
-from tests.training import into, metrics, refusals, small_run, train_each
+from tests.training import into, metrics, refusals, small_run, train_alone
 from verl_ext.checkpoint.layout import saved_folders, step_of
 from verl_ext.trainer.hooks import HOOKS, ConsoleHook, SavingHook, ValidationHook, hook_classes
 
@@ -49,7 +49,7 @@ def own(tmp_path) -> Path:
 def test_a_hook_is_called_around_each_step_logs_and_ends_the_run_with_a_checkpoint(own, tiny_model, tmp_path):
     more = (f"trainer.hooks=[{own}:Witness]", "trainer.total_training_steps=6", "trainer.save_freq=2")
     run = [*small_run(tmp_path, tiny_model, [30] * 8, *more), into(tmp_path / "run")]
-    run_ranks(train_each, 2, [run])
+    run_ranks(train_alone, 2, run)
     steps = [[name, step] for step in (1, 2, 3) for name in ("pre_step", "post_step")]
     calls = json.loads((tmp_path / "run" / "calls.json").read_text())
     assert calls == [["pre_train", 0], *steps, ["post_train", 3], ["close", 0]]
@@ -69,7 +69,7 @@ def test_own_hooks_stand_between_measurements_and_the_console(own):
 def test_a_name_that_is_no_hook_is_refused_before_the_data_is_read(own, tiny_model, tmp_path):
     run = [*small_run(tmp_path, tiny_model, [30] * 4), into(tmp_path / "run")]
     changes = [[f"trainer.hooks=[{own}:{name}]"] for name in ("NOT_ONE", "Witnes")] + [["trainer.hooks=[nowhere:A]"]]
-    (told,) = run_ranks(refusals, 1, run, changes)
+    told = refusals(run, changes)
     assert told[0].startswith("trainer.hooks must name subclasses of verl_ext.trainer.hooks.Hook; got ")
     assert told[1] == f"trainer.hooks must be a name in {own}; got Witnes (nearest: Witness)"
     assert told[2].startswith("trainer.hooks must be Python code that can be imported; got pkg://nowhere")

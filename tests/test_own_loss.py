@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.checked import checked
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.reference import Reference, load_eager, pack_row
 from tests.test_parity import CATEGORIES, CATEGORY_WEIGHTS, DOCUMENTS, GROUPS, MAX_TOKENS, TOLERANCE
 from tests.training import differences, into, refusals, small_run, train_alone
@@ -71,19 +71,26 @@ def _steps(model, file, sequence_parallel):
 
 
 @pytest.fixture(scope="module")
-def steps(tiny_model, file):
-    found = {}
-    for ranks in (1, 2):
-        layouts = [layout for layout in LAYOUTS if layout[0] == ranks]
-        calls = [(_steps, str(tiny_model), str(file), shared) for _, shared in layouts]
-        found |= dict(zip(layouts, run_ranks(in_turn, ranks, calls)[0], strict=True))
-    return found
+def runs(tiny_model, file, tmp_path_factory):
+    """Return a folder, and the overrides of two runs below it: with a mode, and with a function."""
+    folder = tmp_path_factory.mktemp("runs")
+    usual = small_run(folder, tiny_model, [9, 40, 3, 64, 17, 23, 31, 8], categories=2)
+    (folder / "mine.py").write_text(file.read_text())
+    own = [f"loss.custom_cls.path={folder}/mine.py", "loss.custom_cls.name=square_root", into(folder / "own")]
+    return folder, [*usual, "loss=sqrt", into(folder / "run")], [*usual, *own]
+
+
+@pytest.fixture(scope="module")
+def steps(tiny_model, file, runs):
+    """Return each rank's steps of a layout, and execute both runs."""
+    cases = {layout: (layout[0], _steps, str(tiny_model), str(file), layout[1]) for layout in LAYOUTS}
+    return run_cases(cases | {number: (1, train_alone, run) for number, run in enumerate(runs[1:])})
 
 
 @pytest.mark.parametrize("packing", ["none", "packed", "padded"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_function_that_repeats_a_built_in_mode_gives_its_loss_and_gradients(steps, layout, packing):
-    found, wanted = steps[layout]["square_root", packing], steps[layout]["sqrt", packing]
+    found, wanted = steps[layout][0]["square_root", packing], steps[layout][0]["sqrt", packing]
     assert found.report == pytest.approx(wanted.report, rel=1e-12)
     assert found.gradients.keys() == wanted.gradients.keys()
     assert all(torch.equal(found.gradients[name], wanted.gradients[name]) for name in wanted.gradients)
@@ -99,23 +106,18 @@ def expected(tiny_model):
 @pytest.mark.parametrize("packing", ["none", "packed", "padded"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_function_unlike_the_built_in_modes_equals_plain_hugging_face(steps, expected, layout, packing):
-    found = steps[layout]["own", packing]
+    found = steps[layout][0]["own", packing]
     assert found.report["train/loss"] == pytest.approx(expected.loss, rel=TOLERANCE)
     for name, gradient in expected.gradients.items():
         deviation = (found.gradients[name].double() - gradient).norm() / gradient.norm()
         assert deviation < TOLERANCE, name
 
 
-def test_a_run_with_a_function_is_that_of_the_mode_and_no_resume_changes_its_code(tmp_path, tiny_model, file):
-    usual = small_run(tmp_path, tiny_model, [9, 40, 3, 64, 17, 23, 31, 8], categories=2)
-    code = tmp_path / "mine.py"
-    code.write_text(file.read_text())
-    own = [*usual, f"loss.custom_cls.path={code}", "loss.custom_cls.name=square_root", into(tmp_path / "own")]
-    calls = [(train_alone, [*usual, "loss=sqrt", into(tmp_path / "run")]), (train_alone, own)]
-    run_ranks(in_turn, 1, calls)  # a new process reads the changed file
-    assert differences(tmp_path / "own", tmp_path / "run", 1) == []
-    code.write_text(OWN.replace("-0.5", "-0.6"))
-    ((told,),) = run_ranks(refusals, 1, own, [["trainer.total_epochs=2"]])
+def test_a_run_with_a_function_is_that_of_the_mode_and_no_resume_changes_its_code(steps, runs):
+    folder, _, own = runs
+    assert differences(folder / "own", folder / "run", 1) == []
+    (folder / "mine.py").write_text(OWN.replace("-0.5", "-0.6"))
+    (told,) = refusals(own, [["trainer.total_epochs=2"]])
     assert re.match(r"loss\.mode is square_root \(\w{8}\), but .* with square_root \(\w{8}\)", told)
 
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from verl.workers.config import FSDPOptimizerConfig
 
-from tests.ranks import run_ranks
-from tests.training import differences, exact_metrics, into, refusals, small_run, stopped_at, tensors_of, train_each
+from tests.ranks import in_turn, run_ranks
+from tests.training import differences, exact_metrics, into, refusals, small_run, tensors_of, train_twice
 from verl_ext.engines.optimizer import parameter_groups
 
 DECAY = ("optim.weight_decay=0.5", "optim.decay=matrices")
@@ -54,15 +54,34 @@ def test_the_longest_glob_that_names_a_parameter_or_a_module_above_it_counts_and
         parameter_groups(model, optim(lr_of={"3": 2.0}))
 
 
+class AdamWOfTensorRates(torch.optim.AdamW):
+    """An optimizer whose rates are tensors, as torchao's are."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group({**param_group, "lr": torch.tensor(param_group.get("lr", self.defaults["lr"]))})
+
+
+OWN = (f"optim.optimizer_impl={__name__}", f"optim.optimizer={AdamWOfTensorRates.__name__}")
+RUNS = {"groups": (*DECAY, RATES), "tensors": (*OWN, "optim.lr_scheduler_type=linear")}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model, tmp_path_factory):
+    """Return the folder of a whole run of each kind, and of one that resumes it after its first step."""
+    folder, calls = tmp_path_factory.mktemp("runs"), []
+    length = ("trainer.total_training_steps=3", "trainer.save_freq=1")
+    run = small_run(folder, tiny_model, [30] * 8, *length)
+    for name, more in RUNS.items():
+        calls.append((train_twice, [*run, *more], folder / name / "whole", folder / name / "resumed"))
+    run_ranks(in_turn, 1, calls)
+    return folder
+
+
 @pytest.mark.slow
-def test_a_run_and_its_resume_equal_torchs_adamw_over_two_groups(tiny_model, tmp_path):
+def test_a_run_and_its_resume_equal_torchs_adamw_over_two_groups(runs, tiny_model):
     """The first update of a parameter follows from its gradient; with the same gradients the second run has torch's."""
-    more = (*DECAY, RATES, "trainer.total_training_steps=3", "trainer.save_freq=1")
-    run = small_run(tmp_path, tiny_model, [30] * 8, *more)
-    run_ranks(train_each, 1, [[*run, into(tmp_path / "whole")]])
-    stopped_at(tmp_path / "whole", tmp_path / "resumed", 1)
-    run_ranks(train_each, 1, [[*run, into(tmp_path / "resumed")]])
-    assert differences(tmp_path / "resumed", tmp_path / "whole", 3) == []
+    whole = runs / "groups" / "whole"
+    assert differences(runs / "groups" / "resumed", whole, 3) == []
     # The moments of a checkpoint give the gradients of its steps, which torch's own optimizer takes.
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     rates = {name: 2.0 if ".layers.0." in name else 0.5 if "embed_tokens" in name else 1.0 for name, _ in named(model)}
@@ -72,7 +91,7 @@ def test_a_run_and_its_resume_equal_torchs_adamw_over_two_groups(tiny_model, tmp
     ]
     optimizer, before = torch.optim.AdamW(groups), {}
     for step in (1, 2, 3):
-        state = tensors_of(tmp_path / "whole" / f"global_step_{step}")
+        state = tensors_of(whole / f"global_step_{step}")
         for name, parameter in named(model):
             average = state[f"optimizer.{name}.exp_avg"]
             parameter.grad = (average - 0.9 * before.get(name, torch.zeros_like(average))) / 0.1
@@ -82,23 +101,11 @@ def test_a_run_and_its_resume_equal_torchs_adamw_over_two_groups(tiny_model, tmp
             torch.testing.assert_close(parameter.detach(), state[f"model.{name}"], rtol=1e-5, atol=1e-6)
 
 
-class AdamWOfTensorRates(torch.optim.AdamW):
-    """An optimizer whose rates are tensors, as torchao's are."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group({**param_group, "lr": torch.tensor(param_group.get("lr", self.defaults["lr"]))})
-
-
 @pytest.mark.slow
-def test_rates_that_are_tensors_are_logged_as_numbers_and_resumed(tiny_model, tmp_path):
-    own = (f"optim.optimizer_impl={__name__}", f"optim.optimizer={AdamWOfTensorRates.__name__}")
-    more = (*own, "optim.lr_scheduler_type=linear", "trainer.total_training_steps=3", "trainer.save_freq=1")
-    run = small_run(tmp_path, tiny_model, [30] * 8, *more)
-    run_ranks(train_each, 1, [[*run, into(tmp_path / "whole")]])
-    stopped_at(tmp_path / "whole", tmp_path / "resumed", 1)
-    run_ranks(train_each, 1, [[*run, into(tmp_path / "resumed")]])
-    assert exact_metrics(tmp_path / "resumed") == exact_metrics(tmp_path / "whole")
-    rates = [exact_metrics(tmp_path / "whole")[step, "train/lr"] for step in (1, 2, 3)]
+def test_rates_that_are_tensors_are_logged_as_numbers_and_resumed(runs):
+    whole, resumed = (exact_metrics(runs / "tensors" / name) for name in ("whole", "resumed"))
+    assert resumed == whole
+    rates = [whole[step, "train/lr"] for step in (1, 2, 3)]
     assert rates == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
 
 
@@ -112,7 +119,7 @@ def test_a_glob_that_names_nothing_and_a_rate_that_is_none_are_refused(tiny_mode
     lora = ["model.lora_rank=2", "optim.lr_of={lora_B: 16}"]
     of_base = [[lora[0], changes[0][0]], [lora[0], "optim.lr_of={embed_tokens: 16}"]]
     frozen = ["model.freeze=[embed_tokens]", "optim.lr_of={embed_tokens: 0.1}"]
-    (told,) = run_ranks(refusals, 1, run, [*changes, lora, *of_base, frozen, ["optim.lr_of={0: 2}"]])
+    told = refusals(run, [*changes, lora, *of_base, frozen, ["optim.lr_of={0: 2}"]])
     must = "optim.lr_of must name parameters that are trained; got"
     assert told[0].startswith(f"{must} embed_token (nearest: embed")
     assert told[1] == "optim.lr_of.norm must be a number above 0; got 0"

@@ -1,13 +1,12 @@
 """A plan's time equals its formula, and a step's bytes equal those of docs/parallelism.md and FSDP."""
 
 import json
-import os
 
 import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.ranks import run_ranks
+from tests.ranks import only_rank
 from tests.shown import show
 from tests.test_flops import counted
 from tests.tiny_model import write_tiny_model
@@ -26,18 +25,6 @@ TFLOPS, EFFICIENCY, LINK = 0.001, 0.5, 3e6
 TOKENS = 128
 
 
-def planned(folder, of_plan, overrides):
-    """Return a plan's facts, its report, and the document lengths of the packs in an epoch's order."""
-    os.chdir(folder)
-    run, options = planned_run(compose(overrides), PlanOptions.read(of_plan))
-    (*_, facts) = memory_facts(run, options)
-    report = {**run.data_report(), "memory": facts}
-    write_report(report, run.output)
-    dataset = run.train_set
-    packs = [dataset.spans.length[dataset.plan.documents(pack)].tolist() for pack in run.plan.order(0)]
-    return facts, packs, run.total_steps
-
-
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
@@ -45,14 +32,21 @@ def plan(tmp_path_factory):
 
 
 def plan_in(folder, *more):
-    """Return what :func:`planned` does of a run of this file in a folder."""
+    """Return a plan's facts, the document lengths of the packs in an epoch's order, and the steps; write its report."""
     model = write_tiny_model(folder / "model", tie_word_embeddings=False)
     lengths = np.random.default_rng(0).integers(5, 100, 60).tolist()
     batch = (f"data.max_tokens={TOKENS}", f"data.train_batch_size={BATCH}", "parallel=ulysses2")
     steps = ("trainer.total_epochs=3", f"trainer.gpu_peak_tflops={TFLOPS}", "model.enable_gradient_checkpointing=true")
     overrides = small_run(folder, model, [TOKENS, *lengths], *batch, *steps, into(folder / "out"), *more)
     of_plan = {"world_size": RANKS, "gpu": "mine", "gpu_memory": "80GiB", "link": f"{LINK:.0f}", "network": "1GB"}
-    return run_ranks(planned, 1, folder, {**of_plan, "efficiency": EFFICIENCY}, overrides)[0]
+    with only_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run, options = planned_run(compose(overrides), PlanOptions.read({**of_plan, "efficiency": EFFICIENCY}))
+        (*_, facts) = memory_facts(run, options)
+        write_report({**run.data_report(), "memory": facts}, run.output)
+    dataset = run.train_set
+    packs = [dataset.spans.length[dataset.plan.documents(pack)].tolist() for pack in run.plan.order(0)]
+    return facts, packs, run.total_steps
 
 
 def test_a_rank_receives_the_bytes_of_fsdp_and_of_ulysses(plan):

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from tests.ranks import in_turn, run_ranks
-from tests.training import build, into, metrics, settle, small_run, train_each
+from tests.ranks import run_cases
+from tests.training import build, into, metrics, settle, small_run, train_alone
 from verl_ext.trainer.trainer import SFTTrainer
 
 pytestmark = pytest.mark.slow
@@ -25,45 +25,49 @@ def _lengths_read(options):
     return [[length for batch in epoch for length in batch] for epoch in (batches[:steps], batches[steps:])]
 
 
-@pytest.fixture(scope="module", params=LOGGED)
-def done(request, tmp_path_factory, tiny_model):
-    """Return (ranks, folder of runs by log_every_batches, documents read by each rank in order, and shuffled)."""
-    folder, ranks = tmp_path_factory.mktemp("runs"), request.param
+def strictness(overrides):
+    """Build a trainer with torch's varlen attention, and return whether torch refuses nondeterministic kernels."""
+    run = settle(overrides)
+    SFTTrainer(dataclasses.replace(run, model=dataclasses.replace(run.model, backend="varlen")))
+    is_strict = torch.get_deterministic_debug_mode() == 2
+    torch.use_deterministic_algorithms(False)
+    return is_strict
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, tiny_model):
+    """Return the folder of runs by ranks and log_every_batches, and the results of the functions above."""
+    folder = tmp_path_factory.mktemp("runs")
     one_each = ("data.strategy=none", "data.train_batch_size=2", into(folder / "read"))  # five steps an epoch
-    options = small_run(folder, tiny_model, LENGTHS, *one_each)
-    logs = [[f"trainer.log_every_batches={n}", into(folder / str(n)), "trainer.log_freq=50"] for n in LOGGED[ranks]]
-    calls = [
-        (_lengths_read, [*options, "data.shuffle=false", "data.balance=none"]),
-        (_lengths_read, [*options, "data.balance=none"]),
-        (train_each, [[*options, *words] for words in logs]),  # log_every_batches replaces log_freq
-    ]
-    in_order, shuffled, _ = zip(*run_ranks(in_turn, ranks, calls), strict=True)
-    return ranks, folder, in_order, shuffled
+    options, cases = small_run(folder, tiny_model, LENGTHS, *one_each), {}
+    for ranks, by_batches in LOGGED.items():
+        cases[ranks, "in order"] = (ranks, _lengths_read, [*options, "data.shuffle=false", "data.balance=none"])
+        cases[ranks, "shuffled"] = (ranks, _lengths_read, [*options, "data.balance=none"])
+        for batches in by_batches:  # which replaces log_freq
+            output = into(folder / f"{ranks}-{batches}")
+            logs = [f"trainer.log_every_batches={batches}", output, "trainer.log_freq=50"]
+            cases[ranks, batches] = (ranks, train_alone, [*options, *logs])
+    run = small_run(folder / "strict", tiny_model, [20] * 8, into(folder / "strict" / "run"))
+    for full in ("false", "true"):  # the last, which changes torch
+        cases["strict", full] = (1, strictness, [*run, f"engine.full_determinism={full}"])
+    return folder, run_cases(cases)
 
 
-def test_without_a_shuffle_every_epoch_reads_the_documents_in_their_order_and_else_in_another_each(done):
-    ranks, _, in_order, shuffled = done
+@pytest.mark.parametrize("ranks", LOGGED)
+def test_without_a_shuffle_every_epoch_reads_the_documents_in_their_order_and_else_in_another_each(ranks, done):
+    in_order, shuffled = (done[1][ranks, order] for order in ("in order", "shuffled"))
     assert list(in_order) == [[list(LENGTHS[rank::ranks])] * 2 for rank in range(ranks)]
     first, second = ([length for read in shuffled for length in read[epoch]] for epoch in (0, 1))
     assert sorted(first) == sorted(second) == sorted(LENGTHS)
     assert [length for read in in_order for length in read[0]] != first != second
 
 
-def test_steps_are_logged_every_so_many_batches_of_a_rank(done):
-    ranks, folder, _, _ = done
+@pytest.mark.parametrize("ranks", LOGGED)
+def test_steps_are_logged_every_so_many_batches_of_a_rank(ranks, done):
     for batches, logged in LOGGED[ranks].items():
-        assert {step for step, name in metrics(folder / str(batches)) if name == "train/loss"} == logged
+        assert {step for step, name in metrics(done[0] / f"{ranks}-{batches}") if name == "train/loss"} == logged
 
 
-def strictness(overrides):
-    """Build a trainer with torch's varlen attention, and return whether torch refuses nondeterministic kernels."""
-    run = settle(overrides)
-    SFTTrainer(dataclasses.replace(run, model=dataclasses.replace(run.model, backend="varlen")))
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def test_full_determinism_is_strict_with_torchs_varlen_attention(tmp_path, tiny_model):
+def test_full_determinism_is_strict_with_torchs_varlen_attention(done):
     """verl only warns of nondeterministic kernels; varlen's backward is one unless torch is strict."""
-    run = small_run(tmp_path, tiny_model, [20] * 8, into(tmp_path / "run"))
-    calls = [(strictness, [*run, f"engine.full_determinism={full}"]) for full in ("false", "true")]
-    assert run_ranks(in_turn, 1, calls) == [[False, True]]
+    assert [done[1]["strict", full] for full in ("false", "true")] == [(False,), (True,)]

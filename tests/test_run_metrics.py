@@ -5,9 +5,9 @@ import pytest
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_ranks
 from tests.reference import Document, Reference, load_eager
-from tests.training import into, metrics, small_run, stopped_at, train_alone
+from tests.training import metrics, small_run, train_twice
 from verl_ext.flops import train_flops
 
 pytestmark = pytest.mark.slow
@@ -24,8 +24,7 @@ def runs(tiny_model, tmp_path_factory):
     more = (*steps, f"data.val_dir={folder / 'data'}", f"trainer.gpu_peak_tflops={PEAK}")
     run = small_run(folder, tiny_model, LENGTHS, *more, categories=2)
     whole, resumed = folder / "whole", folder / "resumed"
-    calls = [(train_alone, [*run, into(whole)]), (stopped_at, whole, resumed, 2), (train_alone, [*run, into(resumed)])]
-    run_ranks(in_turn, 2, calls)
+    run_ranks(train_twice, 2, run, whole, resumed, 2)
     return folder / "data", whole, resumed
 
 

@@ -11,7 +11,7 @@ from datasets import load_from_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import in_turn, only_rank, run_cases, run_ranks
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.data.facts import shares
@@ -88,18 +88,26 @@ def alone(folder, options):
     return SFTDataSet(folder, **{"max_tokens": 100, **options}).scan
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids="{} ranks".format)
-def shared(request, tmp_path_factory):
-    """Return {case: (its folder, what each rank found)}; the ranks start once."""
-    root, documents = tmp_path_factory.mktemp("shared"), ten()
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory):
+    """Return {ranks: {case: (its folder, what each rank found)}}."""
+    documents, calls, paths = ten(), {}, {}
     wrong = [*documents[:-1], {**documents[-1], "loss_mask": documents[-1]["loss_mask"] + 6}]
     cases = dict.fromkeys(POLICIES, documents) | {"one": documents[2:3], "wrong": wrong}
     cases |= {"some": [*documents[:5], *without_targets(documents[5:])], "none": without_targets(documents)}
-    folders = {name: write_tokenized(root / name / "data", each, num_shards=1) for name, each in cases.items()}
-    folders |= {f"ours, {policy}": of_ours(root / f"ours_{policy}")[0] for policy in POLICIES}
-    calls = [(shared_scan, path, POLICIES.get(name.split()[-1], {})) for name, path in folders.items()]
-    of_ranks = run_ranks(in_turn, request.param, calls)
-    return {name: (folders[name], results) for name, *results in zip(folders, *of_ranks, strict=True)}
+    for ranks in (1, 2, 3):
+        root = tmp_path_factory.mktemp("shared")
+        folders = {name: write_tokenized(root / name / "data", each, num_shards=1) for name, each in cases.items()}
+        paths[ranks] = folders | {f"ours, {policy}": of_ours(root / f"ours_{policy}")[0] for policy in POLICIES}
+        for name, path in paths[ranks].items():
+            calls[ranks, name] = (ranks, shared_scan, path, POLICIES.get(name.split()[-1], {}))
+    found = run_cases(calls)
+    return {ranks: {name: (path, found[ranks, name]) for name, path in own.items()} for ranks, own in paths.items()}
+
+
+@pytest.fixture(params=[1, 2, 3], ids="{} ranks".format)
+def shared(request, scans):
+    return scans[request.param]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -161,7 +169,8 @@ def test_a_second_start_reads_no_token(folder):
 
 def read_in_turn(*steps):
     """Take steps in one process, and return (scan, tokens read) of each that is a scan."""
-    found = run_ranks(in_turn, 1, steps)[0]
+    with only_rank():
+        found = in_turn(steps)
     return [result[:2] for (function, *_), result in zip(steps, found, strict=True) if function is shared_scan]
 
 

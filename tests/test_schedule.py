@@ -17,7 +17,7 @@ from verl.utils.torch_functional import get_wsd_schedule_with_warmup
 
 from tests.packed_engine import build_worker
 from tests.ranks import in_turn, run_ranks
-from tests.training import differences, into, metrics, refusals, small_run, stopped_at, train_each
+from tests.training import differences, into, metrics, refusals, resume_run, small_run, stopped_at, train_alone
 from verl_ext.config.compose import compose
 from verl_ext.engines.schedule import DECAYS, StepOptimizerConfig, rate_factor
 
@@ -126,15 +126,14 @@ def done(tiny_model, tmp_path_factory):
     runs = {"whole": [*wsd, *decay], "long": wsd, "short": [*wsd, *early]}
     runs["cosine"] = [*run, *OVERRIDES, "trainer.total_training_steps=6"]
     changes = [["optim.lr_wsd_decay_steps=2"], ["optim.lr_wsd_decay_steps=9", into(folder / "new")]]
-    resumed, sooner = [*wsd, into(folder / "resumed")], [*wsd, *early, into(folder / "early")]
-    calls = [
-        (train_each, [[*words, into(folder / name)] for name, words in runs.items()]),
-        (stopped_at, folder / "whole", folder / "resumed", 6),  # in the middle of the decay
-        (stopped_at, folder / "long", folder / "early", 4),
-        (refusals, resumed, changes),
-        (train_each, [[*resumed, *decay], sooner]),
+    calls = [(train_alone, [*words, into(folder / name)]) for name, words in runs.items()]
+    calls += [
+        (resume_run, runs["whole"], folder / "whole", folder / "resumed", 6),  # in the middle of the decay
+        (resume_run, runs["short"], folder / "long", folder / "early", 4),
+        (stopped_at, folder / "whole", folder / "refused", 6),
+        (refusals, [*wsd, into(folder / "refused")], changes),
     ]
-    return folder, run_ranks(in_turn, 1, calls)[0][3]
+    return folder, run_ranks(in_turn, 1, calls)[0][-1]
 
 
 def _learning_rates(folder) -> list[float]:

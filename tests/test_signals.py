@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import in_turn, run_ranks, started_ranks
+from tests.ranks import run_cases, started_ranks
 from tests.test_launch import LAUNCH
 from tests.training import build, differences, into, metrics, small_run, stopped_at, wait_for
 from verl_ext.checkpoint.layout import saved_folders
@@ -72,16 +72,15 @@ def asked(overrides: list[str], at: int) -> tuple[bool, int, str]:
 
 @pytest.fixture(scope="module")
 def done(tiny_model, tmp_path_factory):
-    """Execute all runs in one start of two sequence-parallel ranks; return their folder, and by name what `asked`
-    returned on each rank."""
+    """Execute all runs on two sequence-parallel ranks; return their folder, and what `asked` returned on each rank."""
     folder = tmp_path_factory.mktemp("runs")
     more = ("engine.ulysses_sequence_parallel_size=2", "data.train_batch_size=2")
     options = small_run(folder, tiny_model, [20] * 40, *more, f"trainer.total_training_steps={STEPS}")
-    runs = {name: (asked, [*options, *words, into(folder / name)], at) for name, (at, words) in RUNS.items()}
-    resumed = [(stopped_at, folder / "asked", folder / "resumed", STEPS)]
-    resumed += [(asked, [*options, "trainer.save_freq=2", into(folder / "resumed")], 0)]
-    of_ranks = run_ranks(in_turn, 2, [(listen,), *runs.values(), *resumed])
-    return folder, {name: [found[number] for found in of_ranks] for number, name in enumerate(runs, start=1)}
+    cases = {"listen": (2, listen)}
+    cases |= {name: (2, asked, [*options, *words, into(folder / name)], at) for name, (at, words) in RUNS.items()}
+    cases["stopped"] = (2, stopped_at, folder / "asked", folder / "resumed", STEPS)
+    cases["resumed"] = (2, asked, [*options, "trainer.save_freq=2", into(folder / "resumed")], 0)
+    return folder, run_cases(cases)
 
 
 def test_one_rank_that_is_asked_ends_all_with_one_checkpoint_and_the_resumed_run_is_the_same(done):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.checked import checked, typed
-from tests.ranks import run_ranks
+from tests.ranks import in_turn, only_rank, run_ranks
 from verl_ext.attention import packed as _packed  # noqa: F401 - registers it
 from verl_ext.attention.kernels import PACKED_ATTENTION
 from verl_ext.config.architecture import Architecture
@@ -345,31 +345,23 @@ def _collectives(options: ActivationOptions) -> dict[str, int]:
     return dict(seen.counts)
 
 
-def _collectives_of_both() -> list[dict[str, int]]:
-    return [_collectives(ActivationOptions()), _collectives(ActivationOptions(tile_tokens=4))]
-
-
 def test_parameters_are_gathered_and_gradients_reduced_as_often_as_without_tiles():
-    whole, tiled = run_ranks(_collectives_of_both, 2)[0]
+    both = (ActivationOptions(), ActivationOptions(tile_tokens=4))
+    whole, tiled = run_ranks(in_turn, 2, [(_collectives, options) for options in both])[0]
     assert tiled == whole
     assert {"c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"} <= whole.keys()
 
 
-def _backward_of_a_part_that_fsdp_wraps() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
+def test_a_parameter_that_is_not_gathered_around_the_tiles_is_an_error():
+    """This happens if FSDP wraps a part of it; no gradient may be lost in silence."""
     from torch.distributed.fsdp import fully_shard
 
     mlp = mlps_of(model_of("llama"))[0]
     TiledModule(mlp, 4)
-    fully_shard(mlp.up_proj, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(AssertionError) as error:
-        mlp(torch.randn(1, 9, H))
-    return str(error.value)
-
-
-def test_a_parameter_that_is_not_gathered_around_the_tiles_is_an_error():
-    """This happens if FSDP wraps a part of it; no gradient may be lost in silence."""
-    assert "FSDP must gather around the tiles" in run_ranks(_backward_of_a_part_that_fsdp_wraps, 1)[0]
+    with only_rank():
+        fully_shard(mlp.up_proj)
+        with pytest.raises(AssertionError, match="FSDP must gather around the tiles"):
+            mlp(torch.randn(1, 9, H))
 
 
 @pytest.fixture(scope="module")

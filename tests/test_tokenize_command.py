@@ -69,9 +69,8 @@ def test_killed_run_leaves_nothing_that_loads_and_the_next_cleans_up(tmp_path: P
     assert not (tmp_path / "out").exists()
     (left,) = tmp_path.glob(".out.unfinished-*")
     host, number = left.name.rsplit("-", 1)
-    elsewhere = left.with_name(
-        f"{host[:-1]}{'0' if host[-1] != '0' else '1'}-{number}"
-    )  # of a container beside this one
+    beside = f"{host[:-1]}{'0' if host[-1] != '0' else '1'}"  # a container
+    elsewhere = left.with_name(f"{beside}-{number}")
     elsewhere.mkdir()
     with OutputFolder(str(tmp_path / "out"), overwrite=False):
         assert {path.name.rsplit("-")[-1] for path in tmp_path.glob(".out.unfinished-*")} == {str(os.getpid()), number}

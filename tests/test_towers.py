@@ -15,20 +15,17 @@ from transformers import (
 
 from tests.checked import changed, checked
 from tests.documents_alone import largest_errors
-from tests.ranks import run_ranks
-from tests.reference import Reference, documents_of_answers, pack_row
+from tests.ranks import in_turn, run_cases, run_ranks
+from tests.reference import Reference, documents_of_answers
 from tests.small_models import packed_and_plain
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import tensors_of, train
+from tests.training import into, tensors_of, train_alone
 from verl_ext.commands.export import main as export
 from verl_ext.config.compose import compose
 from verl_ext.config.weights import check_weights
-from verl_ext.data import CategoryTable
 from verl_ext.layers.towers import freeze, outside_text
-from verl_ext.losses import LossSpec
 from verl_ext.parallel.shards import DocumentLayout
-from verl_ext.trainer.batch import StepCollator
 
 FAMILIES = (  # their gradients on packs: test_model_types.py
     *("gemma3", "gemma4", "glm4v", "idefics3", "internvl", "lfm2_vl", "llava", "mistral3", "qwen2_5_vl"),
@@ -41,13 +38,9 @@ def _is_outside(name, outside):
     return f"{name}.".startswith(tuple(f"{part}." for part in outside))
 
 
-def _errors(families):
-    return {family: largest_errors(family, (1, 1))[0] for family in families}
-
-
 def test_a_pack_has_the_gradients_of_its_documents_alone():
-    (errors,) = run_ranks(_errors, 1, ("gemma3", "qwen2_5_vl"))
-    assert max(errors.values()) < 1e-11, errors
+    (errors,) = run_ranks(in_turn, 1, [(largest_errors, family, (1, 1)) for family in ("gemma3", "qwen2_5_vl")])
+    assert max(max(of_family) for of_family in errors) < 1e-11, errors
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,22 +73,57 @@ def folders(tmp_path_factory, tiny_model):
     return written
 
 
-def _steps(folders, ulysses, ranks):
-    from tests.packed_engine import build_worker, train_step
+def _steps(folders, ulysses):
+    from tests.packed_engine import build_worker, token_step
 
-    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
-    packs, steps = [pack_row(pack) for pack in PACKS], {}
+    steps = {}
     for family, folder in folders.items():
         engine = build_worker(folder, ulysses).engine
         assert engine.cheapest_head == "fused"
-        steps[family] = train_step(engine, packs, collate, len(packs) * ulysses // ranks, "fused")
+        steps[family] = token_step(engine, PACKS)
     return steps
 
 
+RUNS = {
+    "full": ["model.freeze=[layers.0]"],
+    "tiles": ["model.tile_tokens=16", "model.activation_offload=true"],
+    "lora": ["model=lora", "model.lora_rank=4"],
+}
+LAYOUTS = [(1, 1), (1, 2), (2, 2)]
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory, tiny_model):
+    """Write a model of transformers' class, with a processor, and its tokenizer; return their folders."""
+    folder = tmp_path_factory.mktemp("llava")
+    source, tokens = folder / "source", folder / "tokenizer"
+    packed_and_plain("llava")[1].save_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model, extra_special_tokens={"image_token": "<|unk|>"})
+    LlavaProcessor(CLIPImageProcessorPil(), tokenizer, patch_size=4).save_pretrained(source)
+    tokenizer.save_pretrained(tokens)
+    return source, tokens
+
+
+@pytest.fixture(scope="module")
+def done(folders, llava, data, tmp_path_factory):
+    """Return the folder of runs of two steps with weight decay, which training also exported, and steps by layout."""
+    folder = tmp_path_factory.mktemp("runs")
+    documents = random_documents(np.random.default_rng(0), [40, 30, 20, 60, 25], VOCABULARY, 1)
+    own = write_tokenized(folder / "data", documents)
+    contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    usual = ["trainer.logger=[console]", "optim.weight_decay=0.1", "trainer.total_training_steps=2"]
+    common = [*usual, f"data.train_dir={own}", f"model.path={folders['qwen2_5_vl']}", contents]
+    alone = [*usual, f"data.train_dir={data}", f"model.path={llava[0]}", f"model.tokenizer_path={llava[1]}"]
+    cases = {(ulysses, ranks): (ranks, _steps, folders, ulysses) for ulysses, ranks in LAYOUTS}
+    cases |= {name: (2, train_alone, [*common, *more, into(folder / name)]) for name, more in RUNS.items()}
+    cases["llava"] = (1, train_alone, [*alone, into(folder / "llava")])
+    return folder, run_cases(cases)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("ulysses", "ranks"), [(1, 1), (1, 2), (2, 2)])
-def test_a_step_of_the_engine_equals_plain_transformers(ulysses, ranks, folders):
-    steps = run_ranks(_steps, ranks, folders, ulysses, ranks)[0]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_of_the_engine_equals_plain_transformers(layout, folders, done):
+    steps = done[1][layout][0]
     for family, folder in folders.items():
         plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         outside = outside_text(plain)
@@ -108,38 +136,12 @@ def test_a_step_of_the_engine_equals_plain_transformers(ulysses, ranks, folders)
         assert max(errors.values()) < 2e-4, f"{family}: {errors}"
 
 
-def _train_all(runs):
-    for overrides in runs:
-        train([*overrides, "trainer.logger=[console]", "optim.weight_decay=0.1", "trainer.total_training_steps=2"])
-
-
-RUNS = {
-    "full": ["model.freeze=[layers.0]"],
-    "tiles": ["model.tile_tokens=16", "model.activation_offload=true"],
-    "lora": ["model=lora", "model.lora_rank=4"],
-}
-
-
-@pytest.fixture(scope="module")
-def runs(folders, tmp_path_factory):
-    """Return the folder of runs on two ranks, of two steps with weight decay each, which training also exported."""
-    folder = tmp_path_factory.mktemp("runs")
-    documents = random_documents(np.random.default_rng(0), [40, 30, 20, 60, 25], VOCABULARY, 1)
-    data = write_tokenized(folder / "data", documents)
-    contents = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
-    common = [f"data.train_dir={data}", f"model.path={folders['qwen2_5_vl']}", contents]
-    run_ranks(
-        _train_all, 2, [[*common, *own, f"trainer.default_local_dir={folder / name}"] for name, own in RUNS.items()]
-    )
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_leaves_the_tower_as_it_is_to_the_last_bit(run, runs, folders, tmp_path):
+def test_a_run_leaves_the_tower_as_it_is_to_the_last_bit(run, done, folders, tmp_path):
     before = AutoModelForImageTextToText.from_pretrained(folders["qwen2_5_vl"], dtype=torch.float32)
     outside = outside_text(before)
-    checkpoint = runs / run / "global_step_2"
+    checkpoint = done[0] / run / "global_step_2"
     saved = tensors_of(checkpoint)
     trained = {name.removeprefix("optimizer.").rpartition(".")[0] for name in saved if name.startswith("optimizer.")}
     assert trained
@@ -149,15 +151,11 @@ def test_a_run_leaves_the_tower_as_it_is_to_the_last_bit(run, runs, folders, tmp
     by_command = load_file(tmp_path / "out" / "model.safetensors")
     assert by_training.keys() == by_command.keys()
     for folder in (checkpoint / "huggingface", tmp_path / "out"):
-        after, loading = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
+        given = {"dtype": torch.float32, "output_loading_info": True}
+        after, loading = AutoModelForImageTextToText.from_pretrained(folder, **given)
         assert not any(loading.values()), loading
-        changed = {
-            name
-            for (name, x), y in zip(before.named_parameters(), after.parameters(), strict=True)
-            if not torch.equal(x, y)
-        }
+        both = zip(before.named_parameters(), after.parameters(), strict=True)
+        changed = {name for (name, x), y in both if not torch.equal(x, y)}
         assert changed
         assert not [name for name in changed if _is_outside(name, outside)]
         if run == "full":
@@ -167,18 +165,11 @@ def test_a_run_leaves_the_tower_as_it_is_to_the_last_bit(run, runs, folders, tmp
 
 
 @pytest.mark.slow
-def test_an_export_has_the_processor_of_its_source_where_verl_loads_none(tiny_model, data, tmp_path):
-    source, tokens, run = (tmp_path / name for name in ("source", "tokenizer", "run"))
-    packed_and_plain("llava")[1].save_pretrained(source)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model, extra_special_tokens={"image_token": "<|unk|>"})
-    LlavaProcessor(CLIPImageProcessorPil(), tokenizer, patch_size=4).save_pretrained(source)
-    tokenizer.save_pretrained(tokens)
-    given = [f"data.train_dir={data}", f"model.path={source}", f"model.tokenizer_path={tokens}"]
-    run_ranks(_train_all, 1, [[*given, f"trainer.default_local_dir={run}"]])
-    assert export([f"checkpoint={run}", f"output_dir={tmp_path / 'out'}"]) == 0
+def test_an_export_has_the_processor_of_its_source_where_verl_loads_none(done, llava, tmp_path):
+    assert export([f"checkpoint={done[0] / 'llava'}", f"output_dir={tmp_path / 'out'}"]) == 0
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
     assert isinstance(processor, LlavaProcessor)
-    assert processor.to_dict() == AutoProcessor.from_pretrained(source).to_dict()
+    assert processor.to_dict() == AutoProcessor.from_pretrained(llava[0]).to_dict()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases, run_ranks
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import (
@@ -25,12 +25,11 @@ from tests.training import (
     metrics,
     plain_losses,
     refusals,
+    resume_run,
     settle,
     small_run,
-    stopped_at,
     train,
     train_alone,
-    train_each,
 )
 from verl_ext.trainer.distributed import limit_collectives
 from verl_ext.trainer.hooks import TrackingHook
@@ -68,29 +67,23 @@ LAYOUTS = {  # (ranks, ranks of a Ulysses group, groups that share a pack)
 
 @pytest.fixture(scope="module")
 def done(data, tiny_model, tmp_path_factory):
-    """Execute all runs in one start of one, two and four ranks each; return their folder and {name: its results}."""
+    """Execute all runs on one, two and four ranks; return their folder and {name: its results}."""
     folder = tmp_path_factory.mktemp("runs")
-    alone = {
-        "other packs": (refusals, *other_packs(data, tiny_model, folder)),
-        "fewer": (train_alone, [*groups_of_two(tiny_model, folder), into(folder / "fewer"), "trainer.save_freq=2"]),
-        "mixture": (prepared, [[*mixture(data, tiny_model, folder), *MICRO]]),
-        "weigh 0": (train_alone, weightless(tiny_model, folder)),
-        "poisoned": (train_each, poisoned(tiny_model, folder)[0]),
-        "too many": (heard, fit, poisoned(tiny_model, folder)[1]),
-        **{f"{name} categories": (count_waits, waits(tiny_model, folder, name)) for name in CATEGORIES},
-        "order": (order_of_a_step, in_order(tiny_model, folder)),  # the last, which leaves its wrappers
+    cases = {name: (its[0], train_alone, layout_of(data, tiny_model, folder, name)) for name, its in LAYOUTS.items()}
+    cases |= {
+        "other packs": (1, refusals, *other_packs(data, tiny_model, folder)),
+        "fewer": (1, train_alone, [*groups_of_two(tiny_model, folder), into(folder / "fewer"), "trainer.save_freq=2"]),
+        "mixture": (1, prepared, [[*mixture(data, tiny_model, folder), *MICRO]]),
+        "weigh 0": (1, train_alone, weightless(tiny_model, folder)),
+        **{f"poisoned {n}": (1, train_alone, run) for n, run in enumerate(poisoned(tiny_model, folder)[0])},
+        "too many": (1, heard, fit, poisoned(tiny_model, folder)[1]),
+        **{f"{name} categories": (1, count_waits, waits(tiny_model, folder, name)) for name in CATEGORIES},
+        "order": (1, order_of_a_step, in_order(tiny_model, folder)),  # the last, which leaves its wrappers
+        "refused": (2, refusals, groups_of_two(tiny_model, folder), [[into(folder / "new")]]),
+        "mixtures": (2, prepared, [[*mixture(data, tiny_model, folder), *step] for step in GROUPED]),
     }
-    of_two = {
-        "resumed": (stopped_at, folder / "fewer", folder / "more", 2),
-        "refused": (refusals, groups_of_two(tiny_model, folder), [[into(folder / "new")]]),
-        "more": (train_alone, [*groups_of_two(tiny_model, folder), into(folder / "more")]),
-        "mixtures": (prepared, [[*mixture(data, tiny_model, folder), *step] for step in GROUPED]),
-    }
-    found = {}
-    for (name, (ranks, *_)), calls in zip(LAYOUTS.items(), (alone, of_two, {}), strict=True):
-        first = (train_alone, layout_of(data, tiny_model, folder, name))
-        of_ranks = zip(*run_ranks(in_turn, ranks, [first, *calls.values()]), strict=True)
-        found |= dict(zip(("", *calls), of_ranks, strict=True))
+    found = run_cases(cases)
+    run_ranks(resume_run, 2, groups_of_two(tiny_model, folder), folder / "fewer", folder / "more", 2)
     return folder, found
 
 

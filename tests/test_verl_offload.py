@@ -4,30 +4,16 @@ On a CPU both places are host memory, so the tests compare bits and record the o
 reads weights or optimizer state must find them loaded.
 """
 
+from unittest import mock
+
 import pytest
 
-from tests.ranks import run_ranks
-from tests.training import build, exact_metrics, into, small_run, train_each
+from tests.ranks import run_cases
+from tests.training import build, exact_metrics, into, small_run, train_alone
 
 pytestmark = pytest.mark.slow
 
 OFFLOAD = ("engine.param_offload=true", "engine.optimizer_offload=true")
-
-
-@pytest.fixture
-def options(tmp_path, tiny_model):
-    return small_run(tmp_path, tiny_model, [20] * 24, f"data.val_dir={tmp_path / 'data'}", "trainer.test_freq=1")
-
-
-def test_an_offloaded_run_and_its_resume_equal_a_plain_one_to_the_last_bit(options, tmp_path):
-    def run(folder: str, steps: int, *overrides: str) -> list[str]:
-        return [*options, into(tmp_path / folder), f"trainer.total_training_steps={steps}", *overrides]
-
-    runs = [run("plain", 3), run("offloaded", 2, *OFFLOAD), run("offloaded", 3, *OFFLOAD)]
-    run_ranks(train_each, 2, runs)
-    expected, found = (exact_metrics(tmp_path / name) for name in ("plain", "offloaded"))
-    assert {step for step, _ in expected} == {0, 1, 2, 3}  # 0: the validation before training
-    assert found == expected
 
 
 def watched(overrides: list[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
@@ -52,22 +38,43 @@ def watched(overrides: list[str]) -> tuple[list[tuple[str, str]], dict[str, str]
     moves("load_fsdp_optimizer", "optimizer", "device")
     moves("offload_fsdp_optimizer", "optimizer", "host")
     trainer = build(overrides)
-    base.get_device_name = verl.get_device_name = lambda: "cuda"
-    trainer.engine.to("cpu")  # as initialize() does
-    module, optimizer = trainer.engine.module, trainer.engine.optimizer
-    module.register_forward_pre_hook(lambda *_: uses.append(("forward", at["weights"])))
-    module.register_state_dict_pre_hook(lambda *_: uses.append(("save", at["weights"])))
-    optimizer.register_step_pre_hook(lambda *_: uses.append(("step", at["weights"])))
-    optimizer.register_step_pre_hook(lambda *_: uses.append(("step", at["optimizer"])))
-    trainer.fit()
+    gpu = {"new": lambda: "cuda"}
+    with mock.patch.object(base, "get_device_name", **gpu), mock.patch.object(verl, "get_device_name", **gpu):
+        trainer.engine.to("cpu")  # as initialize() does
+        module, optimizer = trainer.engine.module, trainer.engine.optimizer
+        module.register_forward_pre_hook(lambda *_: uses.append(("forward", at["weights"])))
+        module.register_state_dict_pre_hook(lambda *_: uses.append(("save", at["weights"])))
+        optimizer.register_step_pre_hook(lambda *_: uses.append(("step", at["weights"])))
+        optimizer.register_step_pre_hook(lambda *_: uses.append(("step", at["optimizer"])))
+        trainer.fit()
     return uses, at
 
 
+@pytest.fixture(scope="module")
+def runs(tiny_model, tmp_path_factory):
+    """Return the folder of a plain run, and of an offloaded one and its resume, on two ranks; and what others use."""
+    folder = tmp_path_factory.mktemp("runs")
+    small = small_run(folder, tiny_model, [20] * 24, f"data.val_dir={folder / 'data'}", "trainer.test_freq=1")
+    lengths = {"plain": (3,), "offloaded": (2, *OFFLOAD), "resumed": (3, *OFFLOAD)}
+    cases = {}
+    for name, (steps, *more) in lengths.items():
+        output = into(folder / name.replace("resumed", "offloaded"))
+        cases[name] = (2, train_alone, [*small, output, f"trainer.total_training_steps={steps}", *more])
+    exported = ("checkpoint.save_contents=[model,optimizer,extra,hf_model]", "trainer.total_training_steps=2", *OFFLOAD)
+    for model in ("packed", "lora"):
+        cases[model] = (1, watched, [*exported, f"model={model}", *small, into(folder / model)])
+    return folder, run_cases(cases)
+
+
+def test_an_offloaded_run_and_its_resume_equal_a_plain_one_to_the_last_bit(runs):
+    expected, found = (exact_metrics(runs[0] / name) for name in ("plain", "offloaded"))
+    assert {step for step, _ in expected} == {0, 1, 2, 3}  # 0: the validation before training
+    assert found == expected
+
+
 @pytest.mark.parametrize("model", ["packed", "lora"])
-def test_weights_are_loaded_whenever_they_are_used_and_offloaded_at_the_end(model, options, tmp_path):
-    exported = ("checkpoint.save_contents=[model,optimizer,extra,hf_model]", f"model={model}", *OFFLOAD)
-    output = (into(tmp_path / "run"), "trainer.total_training_steps=2")
-    ((uses, at),) = run_ranks(watched, 1, [*exported, *options, *output])
+def test_weights_are_loaded_whenever_they_are_used_and_offloaded_at_the_end(model, runs):
+    ((uses, at),) = runs[1][model]
     assert {use for use, _ in uses} == {"forward", "step", "save"}
     assert {place for use, place in uses if use != "save"} == {"device"}
     # A checkpoint reads shards in place; an export gathers them on the device.

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from copy import deepcopy
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, Qwen3Conf
 from transformers.utils import logging as transformers_logging
 
 from tests.ranks import run_ranks
-from tests.reference import Reference, documents_of_answers, load_eager, pack_row
+from tests.reference import Reference, documents_of_answers, load_eager
 from tests.tiny_model import write_tiny_model
 from tests.training import build, into, small_run
 from verl_ext.config.check import read_hf_config
@@ -180,14 +179,9 @@ def test_weights_of_both_names_of_a_tie_pass_with_a_notice(config_class, differe
 
 
 def _gradients(folders):
-    from tests.packed_engine import build_worker, train_step
-    from verl_ext.data import CategoryTable
-    from verl_ext.losses import LossSpec
-    from verl_ext.trainer.batch import StepCollator
+    from tests.packed_engine import build_worker, token_step
 
-    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
-    packs = [pack_row(DOCUMENTS)]
-    return [train_step(build_worker(folder).engine, packs, collate, 1, "fused").gradients for folder in folders]
+    return [token_step(build_worker(folder).engine, [DOCUMENTS]).gradients for folder in folders]
 
 
 DOCUMENTS = documents_of_answers(20, 9)

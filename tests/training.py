@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
+from tests.ranks import only_rank
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.checkpoint.layout import TRACKER, saved_folders, step_of
@@ -40,7 +41,7 @@ def small_run(
     return [f"data.train_dir={data}", f"model.path={model}", *more]
 
 
-def into(folder: Path) -> str:
+def into(folder: Path | str) -> str:
     """Return the override that names a run's output folder."""
     return f"trainer.default_local_dir={folder}"
 
@@ -75,6 +76,17 @@ def train_alone(overrides: Sequence[str]) -> None:
     train(overrides)
 
 
+def resume_run(overrides: Sequence[str], whole: Path, folder: Path, step: int) -> None:
+    """Train in a copy of a run as it was after a step."""
+    train([*overrides, into(f'"{stopped_at(whole, folder, step)}"')])
+
+
+def train_twice(overrides: Sequence[str], whole: Path, folder: Path, step: int = 1) -> None:
+    """Train into one folder, and into another one from the state after a step of the first."""
+    train([*overrides, into(f'"{whole}"')])
+    resume_run(overrides, whole, folder, step)
+
+
 def train_each(runs: Sequence[Sequence[str]]) -> None:
     """Call :func:`train` for one run after the other in one start of ranks."""
     for overrides in runs:
@@ -104,10 +116,18 @@ def heard(function: Callable[..., Any], *arguments: Any) -> str:
 
 
 def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list[str]:
-    """Return this rank's errors of :func:`settle` for a run under each change, one after the other; "" for none."""
+    """Return this rank's errors of :func:`settle` for a run under each change, one after the other; "" for none.
+
+    Outside of ranks this process is the only one.
+    """
     told = []
-    for change in changes:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with contextlib.ExitStack() as stack:
+        if not dist.is_initialized():
+            stack.enter_context(only_rank())
+        nowhere = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
+        for change in changes:
             try:
                 settle([*overrides, *change])
                 told.append("")
