@@ -87,7 +87,11 @@ class ChatRenderer:
         self._special, self._options, self._tokenizer, self._source = special, options, tokenizer, template
         self._stops = stop_tokens(tokenizer, options.model)
         self._learnt = Learnt(
-            options.reasoning == "learn", options.tool_calls == "learn", options.empty_reasoning == "learn"
+            options.reasoning == "learn",
+            options.tool_calls == "learn",
+            options.empty_reasoning == "learn",
+            options.prompts == "learn",
+            options.weights,
         )
         self._cached_variant = lru_cache(VARIANTS)(self._new_variant)
         self._plain = self._new_variant("{}")  # for records without arguments of their own

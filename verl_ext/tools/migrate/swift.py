@@ -1,7 +1,9 @@
 """ms-swift: the command `swift sft` or `swift pt`, or a script with it."""
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from verl_ext.options import UsageError
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
@@ -21,7 +23,8 @@ from verl_ext.tools.migrate.line import (
 from verl_ext.tools.migrate.reading import IMAGE_SETTINGS
 
 NAME = "ms-swift"
-_CLASSIFIES = lacking("language models are trained, no classifier, embedding or reranker")
+_CACHED = ("cached_dataset", "cached_val_dataset")
+CLASSIFIES = "language models are trained, no classifier, embedding or reranker"
 
 KEYS: dict[str, Rule] = {
     **hf_trainer.KEYS,
@@ -53,7 +56,7 @@ KEYS: dict[str, Rule] = {
     "use_ray": differing("`verl-ext launch-ray` trains on Ray's nodes"),
     "add_non_thinking_prefix": differing("the chat template decides whether a reply has an empty thinking block"),
     **rules(hf_trainer.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
-    **rules(_CLASSIFIES, "num_labels problem_type"),
+    **rules(lacking(CLASSIFIES), "num_labels problem_type"),
     **rules(
         hf_trainer.UNSHARDED,
         "use_galore galore_quantization galore_optim_per_parameter galore_rank lisa_activated_layers",
@@ -86,7 +89,7 @@ def read_swift(moved: Moved, folder: Path) -> None:
     kind = str(moved.get("tuner_type", "train_type", default="lora"))
     trains_texts = moved.get("use_chat_template") is False
     if (task := str(moved.get("task_type", default="causal_lm"))) != "causal_lm":
-        raise UsageError(f"task_type must be causal_lm: {_CLASSIFIES.lacks}; got {task}")
+        raise UsageError(f"task_type must be causal_lm: {CLASSIFIES}; got {task}")
     if (family := str(moved.get("rlhf_type", default=""))) in preferences.REWARDS:
         raise UsageError(f"rlhf_type must be a loss of given answers; got {family}: {preferences.ELSEWHERE}")
     _read_data(moved)
@@ -184,9 +187,29 @@ def _read_data(moved: Moved) -> None:
         moved.put("data.balance", "none")
     elif moved.get("train_dataloader_shuffle") is False:
         moved.differ("train_dataloader_shuffle=false: one order serves all epochs there; here each draws its own")
-    for key in ("cached_dataset", "cached_val_dataset"):
+    for key in _CACHED:
         if moved.is_on(key):
             moved.lack(key, "tokens that ms-swift wrote are not read: give the raw files")
+
+
+def take_cached(values: dict[str, Any], exports: Sequence[Mapping[str, Any]]) -> None:
+    """Give a training the raw data of the tokens that `swift export` writes before it."""
+    for export in exports:
+        folder = _folder(export.get("output_dir"))
+        read = [_folder(each) for key in _CACHED for each in listed(values.get(key))]
+        if export.get("to_cached_dataset") and any(
+            each == folder or each.rpartition("/")[0] == folder for each in read
+        ):
+            for key in _CACHED:
+                values.pop(key, None)
+            own = ("dataset", "val_dataset", "split_dataset_ratio", "max_length", "truncation_strategy", "loss_scale")
+            for key in (*own, "use_chat_template", "columns", "system"):
+                if key in export:
+                    values.setdefault(key, export[key])
+
+
+def _folder(place: Any) -> str:
+    return str(place).removeprefix("./").rstrip("/")
 
 
 def _fill_in(moved: Moved, key: str, name: str, form: str = "") -> None:
