@@ -1,6 +1,7 @@
 """`verl-ext migrate` on what public configurations ask for: answers, parallelism, data sets, quantized bases."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +49,9 @@ def lacking(found: Moved) -> list[str]:
 
 SIMPO = {"loss": "simpo", "loss.beta": 2.0, "loss.margin": 1.5, "loss.nll_weight": 1.0}
 TWO_LAYERS = {"name": "freeze", "freeze_trainable_layers": 2}
+EXTRA = {"freeze_extra_modules": "lm_head"}
+TRAINED = ["!lm_head.weight", "!x.4[4-9].y"]
+HERMES = {r"<tool_call>[\s\S]+?</tool_call>": 2.0}
 EXPERTS = {"use_kt": True, "kt_config": {"kt_backend": "AMXBF16"}}
 INT8_EXPERTS = {"use_kt": True, "kt_config": {"kt_expert_weight_format": "int8"}}
 ENTRY = {"path": "o/a", "field_messages": "conversation", "field_chosen": "good", "field_rejected": "bad"}
@@ -72,7 +76,9 @@ ROWS = [
     ("swift", {"rlhf_type": "dpo", "rpo_alpha": 0.1}, {"loss": "dpo", "loss.beta": 0.1, "loss.nll_weight": 0.1}, []),
     ("swift", {"rlhf_type": "simpo", "simpo_gamma": 1.5}, SIMPO, []),
     ("swift", {"rlhf_type": "dpo", "loss_type": ["sigmoid", "sft"]}, {"loss": "dpo"}, ["loss_type"]),
-    ("swift", {"rlhf_type": "cpo"}, {"loss": None}, ["rlhf_type"]),
+    ("swift", {"rlhf_type": "cpo", "loss_type": "sigmoid"}, {"loss": "cpo", "loss.beta": 0.1}, []),
+    ("swift", {"rlhf_type": "cpo", "cpo_alpha": 0.5}, {"loss": "cpo", "loss.nll_weight": 0.5}, []),
+    ("swift", {"rlhf_type": "cpo", "loss_type": "hinge"}, {"loss": None}, ["loss_type"]),
     ("axolotl", {"rl": "orpo", "orpo_alpha": 0.3}, {"loss": "orpo", "loss.beta": 0.3}, []),
     ("axolotl", {"rl": "dpo", "trl": {"beta": 0.4}, "rl_beta": 0.2}, {"loss.beta": 0.4}, []),
     ("axolotl", {"rl": "kto", "kto_desirable_weight": 0.2}, {"loss.desirable_weight": 0.2}, []),
@@ -112,6 +118,28 @@ ROWS = [
     ("swift", {"dataset": ["swift/self-cognition:empty_think"]}, {}, ["dataset"]),
     ("swift", {"FPS_MAX_FRAMES": "12"}, {}, ["FPS_MAX_FRAMES"]),
     ("axolotl", {"processor_type": "AutoProcessor"}, {}, ["processor_type"]),
+    # what is learnt: prompts, weights of an agent's words
+    ("axolotl", {"train_on_inputs": True}, {"prompts": "learn"}, []),
+    ("llamafactory", {"train_on_prompt": True}, {"prompts": "learn"}, []),
+    ("trl", {"completion_only_loss": False}, {"prompts": "learn"}, []),
+    ("trl", {}, {"prompts": None}, []),
+    ("swift", {"loss_scale": "all"}, {"prompts": "learn", "weights": None}, []),
+    ("swift", {"loss_scale": "last_round+hermes"}, {"turns": "last", "weights": HERMES}, []),
+    ("swift", {"loss_scale": "agentflan"}, {"weights": None}, ["loss_scale"]),
+    ("swift", {"model": "Qwen/Qwen3-8B", "dataset": ["swift/self-cognition:empty_think"]}, {}, []),
+    ("swift", {"model": "Qwen/Qwen3-8B", "dataset": ["swift/self-cognition:qwen3"]}, {}, ["dataset"]),
+    ("swift", {"new_special_tokens": ["tokens.txt", "<b>"]}, {"model.new_special_tokens": ["<a>", "<c d>", "<b>"]}, []),
+    ("swift", {"new_special_tokens": ["gone.txt"]}, {}, ["new_special_tokens"]),
+    # what is frozen
+    ("axolotl", {"unfrozen_parameters": ["^lm_head.weight$", "x.4[4-9]+.y."]}, {"model.freeze": TRAINED}, []),
+    ("axolotl", {"unfrozen_parameters": ["layers.(1|2)"]}, {"model.freeze": None}, ["unfrozen_parameters"]),
+    ("llamafactory_v1", {"peft_config": TWO_LAYERS}, {"model.freeze": ["!layers.-1", "!layers.-2"]}, []),
+    (
+        "llamafactory",
+        {"finetuning_type": "freeze", "freeze_trainable_layers": -1, "freeze_trainable_modules": "mlp", **EXTRA},
+        {"model.freeze": ["!layers.0.mlp", "!lm_head"]},
+        [],
+    ),
     # weights and optimizers
     ("axolotl", {"load_in_8bit": True, "fp8": True, "hub_model_id": "o/m"}, {}, []),
     ("axolotl", {"load_in_4bit": True}, {}, ["load_in_4bit"]),
@@ -121,7 +149,8 @@ ROWS = [
     ("llamafactory_v1", {"optim_config": MUON_V1}, MUON, []),
     ("llamafactory_v1", {"optim_config": {"name": "lion"}}, {"optim.optimizer": None}, ["optim_config"]),
     ("llamafactory_v1", {"peft_config": {"name": "lora"}}, LEAST_V1, []),
-    ("llamafactory_v1", {"peft_config": TWO_LAYERS}, {}, ["peft_config"]),
+    ("llamafactory_v1", {"peft_config": {"name": "oft"}}, {}, ["peft_config"]),
+    ("axolotl", {"optimizer": "muon"}, {"optim.optimizer": "Muon"}, []),
     # the run
     ("axolotl", {}, {"trainer.max_ckpt_to_keep": 4}, []),
     ("axolotl", {"save_total_limit": 9}, {"trainer.max_ckpt_to_keep": 9}, []),
@@ -142,6 +171,7 @@ def test_keys_of_public_configurations_have_their_places(trainer, changes, words
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     (tmp_path / "zero3.json").write_text(json.dumps(offload))
     (tmp_path / "split.json").write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}}))
+    (tmp_path / "tokens.txt").write_text("<a>\n\n <c d>\n")
     (tmp_path / "pairs.yaml").write_text(yaml.safe_dump({"p": {"path": "o/p", "split": "s", "converter": "pair"}}))
     found = moved(trainer, tmp_path, **{"ranks" if key == "nproc" else key: value for key, value in changes.items()})
     assert {key: found.words.get(key) for key in words} == words
@@ -175,3 +205,16 @@ def test_a_command_of_answers_passes_the_checks_of_the_trainer():
 def test_what_trains_by_rewards_is_refused_with_the_place_of_its_trainers(capsys):
     assert main(["migrate", "swift rlhf --rlhf_type grpo --model M"]) == 2
     assert "verl's own trainers have PPO and GRPO" in capsys.readouterr().err
+
+
+def test_the_weights_of_an_agents_words_are_those_of_ms_swift(tmp_path):
+    """Its own splitting of this turn: a key and the text after it, up to the next key."""
+    patterns = moved("swift", tmp_path, loss_scale="react").words["weights"]
+    text = "Thought: a Action: b Action Input: c Observation: d Thought: e Final Answer: f"
+    weights = [1.0] * len(text)
+    for pattern, weight in patterns.items():
+        for match in re.finditer(pattern, text):
+            for place in range(match.start(), match.end()):
+                weights[place] *= weight
+    parts = [("Thought: a ", 1), ("Action: b Action Input: c Observation:", 2), (" d ", 0), (text[-26:], 1)]
+    assert weights == [weight for part, weight in parts for _ in part]

@@ -36,6 +36,7 @@ _OPTIMIZERS = {
     **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), ("bitsandbytes.optim", "PagedAdamW")),
     "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
     "sgd": (None, "SGD"),
+    "muon": (None, "Muon"),
 }
 _BETA2 = 0.999  # of torch's Adam, and verl's
 NO_VALIDATION = "there is no validation data to measure"
@@ -197,6 +198,8 @@ def _read_optimizer(moved: Moved) -> None:
     module, name = _OPTIMIZERS[given]
     if name != "AdamW":
         moved.put("optim.optimizer", name)
+    if name == "Muon":
+        moved.differ("Muon scales steps by 0.2·√(longer side); axolotl's over FSDP by √(rows / columns)")
     if name == "AdamW8bit":
         there = "those of embeddings too, which bitsandbytes keeps in 32 bits; nothing is paged"
         there = "in torchao's blocks where rows are multiples of 256" if given == "adamw_torch_8bit" else there

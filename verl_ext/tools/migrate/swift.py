@@ -25,6 +25,20 @@ from verl_ext.tools.migrate.reading import IMAGE_SETTINGS
 NAME = "ms-swift"
 _CACHED = ("cached_dataset", "cached_val_dataset")
 CLASSIFIES = "language models are trained, no classifier, embedding or reranker"
+# ms-swift's weights of an agent's turns: of what a pattern matches, or of a key and of the text after it
+_SCALES: dict[str, dict[str, tuple[float, ...]]] = {
+    "hermes": {r"<tool_call>[\s\S]+?</tool_call>": (2.0,)},
+    "react": {
+        **dict.fromkeys(("Action:", "Action Input:"), (2.0, 2.0)),
+        **dict.fromkeys(("Thought:", "Final Answer:"), (1.0, 1.0)),
+        "Observation:": (2.0, 0.0),
+    },
+    "qwen": {
+        **dict.fromkeys(("✿FUNCTION✿:", "✿ARGS✿:"), (2.0, 2.0)),
+        "✿RETURN✿:": (1.0, 1.0),
+        "✿RESULT✿:": (2.0, 0.0),
+    },
+}
 
 KEYS: dict[str, Rule] = {
     **hf_trainer.KEYS,
@@ -136,9 +150,14 @@ def read_swift(moved: Moved, folder: Path) -> None:
     scale = str(moved.get("loss_scale", default="default"))
     if "last_round" in scale:
         moved.put("turns", "last")
-    other = {*re.split(r"[+,]", scale)} - {"default", "last_round", "ignore_empty_think", "none"}
-    if other and not trains_texts:
-        moved.lack("loss_scale", "assistant turns are learnt, each token with the weight of its record")
+    parts = re.split(r"[+,]", scale)
+    if "all" in parts and not trains_texts:
+        moved.put("prompts", "learn")
+    for name in [part for part in parts if part in _SCALES]:
+        moved.put("weights", {**moved.words.get("weights", {}), **_patterns(_SCALES[name])})
+        moved.differ(f"loss_scale={name}: a step's loss is divided by the sum of the weights here, there by the tokens")
+    if {*parts} - {"default", "last_round", "ignore_empty_think", "none", "all", *_SCALES} and not trains_texts:
+        moved.lack("loss_scale", "weights has factors by patterns of the assistant's turns")
     if "ignore_empty_think" not in scale and not trains_texts:
         moved.differ("an empty thinking block is learnt there: empty_reasoning=learn learns it here")
     if moved.is_on("template"):
@@ -147,8 +166,8 @@ def read_swift(moved: Moved, folder: Path) -> None:
             "chat_template=NAME of a folder chat_templates=FOLDER"
         )
     hf_trainer.differ_by_tokens(moved, "as transformers draws them around the mean of all")
-    if any(token.endswith(".txt") for token in moved.words.get("model.new_special_tokens", ())):
-        moved.lack("new_special_tokens", "a file of tokens is not read: name its lines")
+    if tokens := moved.words.get("model.new_special_tokens"):
+        moved.put("model.new_special_tokens", [each for token in tokens for each in _tokens_of(moved, token)])
     if moved.is_on("agent_template"):
         moved.differ(
             f"agent_template={moved.get('agent_template')}: the chat template of the tokenizer prints tools here"
@@ -171,6 +190,7 @@ def _read_data(moved: Moved) -> None:
             name, *subset = [path] if is_file else path.split(":")
             if "self-cognition" in name:
                 _fill_in(moved, key, name, *subset)
+                subset = []
             category = sources.put_source(moved, node, name, path if is_file else sources.hub(name, *subset[:1]))
             if not is_file and not is_of_hub and not source.lower().startswith("hf::"):
                 moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
@@ -190,6 +210,27 @@ def _read_data(moved: Moved) -> None:
     for key in _CACHED:
         if moved.is_on(key):
             moved.lack(key, "tokens that ms-swift wrote are not read: give the raw files")
+
+
+def _patterns(scale: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
+    """Return weights by patterns; a key with two has its own and that of the text up to the next key."""
+    keys, found = "|".join(map(re.escape, scale)), dict[str, float]()
+    for key, (own, *after) in scale.items():
+        text = rf"[\s\S]*?(?={keys}|\Z)"
+        named = {key: own} if not after else {re.escape(key): own, rf"(?<={re.escape(key)}){text}": after[0]}
+        found |= {pattern: weight for pattern, weight in named.items() if weight != 1}
+    return found
+
+
+def _tokens_of(moved: Moved, token: str) -> list[str]:
+    """Return a token, or those of a file's lines."""
+    if not token.endswith(".txt"):
+        return [token]
+    path = next((each for root in moved.folders if (each := root / token).is_file()), None)
+    if path is None:
+        moved.lack("new_special_tokens", f"{token} is not here: name its lines")
+        return []
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def take_cached(values: dict[str, Any], exports: Sequence[Mapping[str, Any]]) -> None:
@@ -214,7 +255,9 @@ def _folder(place: Any) -> str:
 
 def _fill_in(moved: Moved, key: str, name: str, form: str = "") -> None:
     """Name what ms-swift writes for {{NAME}} and {{AUTHOR}} of its own data set, if anything."""
-    if form:
+    if form == "empty_think" and re.match(r"(Qwen/)?Qwen3-\d", str(moved.get("model"))):
+        moved.differ(f"{name}:{form}: Qwen3's chat template prints the empty thinking block of its answers")
+    elif form:
         moved.lack(key, f"{name}:{form} is made by ms-swift's code")
     for field, option in (("{{NAME}}", "model_name"), ("{{AUTHOR}}", "model_author")):
         texts = listed(moved.get(option))

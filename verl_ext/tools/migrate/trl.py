@@ -85,11 +85,11 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
     # What is learnt.
     if family == "sft" and not moved.is_on("assistant_only_loss"):
         moved.differ(
-            "without assistant_only_loss every token of a chat is learnt there; here the assistant's turns are, "
-            "and of a text every token"
+            "without assistant_only_loss every token of a chat is learnt there, of a prompt's completion that alone; "
+            "here the assistant's turns are, and of a text every token: prompts=learn learns a whole chat"
         )
     if moved.get("completion_only_loss") is False:
-        moved.lack("completion_only_loss", "prompts are not learnt; text records are learnt whole")
+        moved.put("prompts", "learn")
 
 
 def _read_data(moved: Moved) -> None:
