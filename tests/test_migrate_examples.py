@@ -51,6 +51,8 @@ SIMPO = {"loss": "simpo", "loss.beta": 2.0, "loss.margin": 1.5, "loss.nll_weight
 TWO_LAYERS = {"name": "freeze", "freeze_trainable_layers": 2}
 EXTRA = {"freeze_extra_modules": "lm_head"}
 TRAINED = ["!lm_head.weight", "!x.4[4-9].y"]
+REACHED = {"max_position_embeddings": 9, "rope_parameters": {"rope_type": "yarn"}}
+FACTOR = {"type": "yarn", "factor": 2}
 HERMES = {r"<tool_call>[\s\S]+?</tool_call>": 2.0}
 EXPERTS = {"use_kt": True, "kt_config": {"kt_backend": "AMXBF16"}}
 INT8_EXPERTS = {"use_kt": True, "kt_config": {"kt_expert_weight_format": "int8"}}
@@ -130,6 +132,15 @@ ROWS = [
     ("swift", {"model": "Qwen/Qwen3-8B", "dataset": ["swift/self-cognition:qwen3"]}, {}, ["dataset"]),
     ("swift", {"new_special_tokens": ["tokens.txt", "<b>"]}, {"model.new_special_tokens": ["<a>", "<c d>", "<b>"]}, []),
     ("swift", {"new_special_tokens": ["gone.txt"]}, {}, ["new_special_tokens"]),
+    ("swift", {"enable_dft_loss": True}, {"loss.by_probability": True}, []),
+    ("llamafactory", {"use_dft_loss": True}, {"loss.by_probability": True}, []),
+    ("trl", {"loss_type": "dft"}, {"loss.by_probability": True}, []),
+    # positions beyond the model's own
+    ("swift", {"rope_scaling": "yarn", "max_model_len": 9}, {"model.override_config": REACHED}, []),
+    ("swift", {"rope_scaling": {"type": "yarn", "factor": 2}}, {"model.override_config": {"rope_scaling": FACTOR}}, []),
+    ("swift", {"rope_scaling": "yarn"}, {"model.override_config": None}, ["rope_scaling"]),
+    ("llamafactory", {"rope_scaling": "yarn", "cutoff_len": 9}, {"model.override_config": REACHED}, []),
+    ("llamafactory", {"rope_scaling": "llama3"}, {"model.override_config": None}, ["rope_scaling"]),
     # what is frozen
     ("axolotl", {"unfrozen_parameters": ["^lm_head.weight$", "x.4[4-9]+.y."]}, {"model.freeze": TRAINED}, []),
     ("axolotl", {"unfrozen_parameters": ["layers.(1|2)"]}, {"model.freeze": None}, ["unfrozen_parameters"]),

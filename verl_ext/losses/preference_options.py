@@ -80,6 +80,8 @@ class PreferenceOptions(LossOptions):
     @override
     def problems(self) -> Iterable[str | None]:
         yield from self.category_problems()
+        if self.by_probability:
+            yield f"loss.by_probability must be false with loss.mode={self.mode}, which weighs answers; got true"
         if self.label_smoothing >= 0.5:
             yield f"loss.label_smoothing must be below 0.5; got {self.label_smoothing}"
         for name in self.changed().keys() & _USED_BY.keys():

@@ -48,6 +48,7 @@ IN_8_BITS = differing(
 UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
 TOKENS, SPECIAL_TOKENS = (to(f"model.new_{kind}tokens", is_names=True) for kind in ("", "special_"))
 IMAGES = lacking("records are text; media=drop leaves their images out")
+DFT = to("loss.by_probability", {"false": None})
 FP8 = differing("weights and products are bf16")
 # {parallelism of other engines}: each has the number of ranks that hold one copy's parts.
 _TENSOR = "tensor_parallel_size tensor_model_parallel_size"

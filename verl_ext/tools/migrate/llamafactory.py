@@ -22,7 +22,7 @@ KEYS: dict[str, Rule] = {
         "stage finetuning_type dataset dataset_dir eval_dataset max_samples cutoff_len lora_rank lora_alpha "
         "lora_target packing neat_packing template train_on_prompt cp_size context_parallel_size loraplus_lr_ratio "
         "use_kt kt_config use_muon use_swanlab use_packed_sequences pref_loss pref_beta pref_ftx simpo_gamma ld_alpha "
-        "dpo_label_smoothing kto_chosen_weight kto_rejected_weight",
+        "rope_scaling dpo_label_smoothing kto_chosen_weight kto_rejected_weight",
     ),
     **rules(
         FREE,
@@ -41,12 +41,12 @@ KEYS: dict[str, Rule] = {
     "adapter_name_or_path": to("model.lora_adapter_path"),
     "pure_bf16": to("engine.model_dtype", {"true": "bf16", "false": None}),
     "disable_gradient_checkpointing": to("model.enable_gradient_checkpointing", {"true": False, "false": None}),
+    "use_dft_loss": hf_trainer.DFT,
     "mask_history": to("turns", {"true": "last", "false": None}),
     "enable_thinking": to("apply_chat_template_kwargs.enable_thinking"),
     "swanlab_project": to("trainer.project_name"),
     "swanlab_run_name": to("trainer.experiment_name"),
     "ref_model": to("reference.path"),
-    "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     "freeze_language_model": lacking("the text model is what is trained"),
     "val_size": hf_trainer.HELD_OUT,
     "add_tokens": hf_trainer.TOKENS,
@@ -57,7 +57,7 @@ KEYS: dict[str, Rule] = {
         "new_special_tokens_config init_special_tokens",
     ),
     **rules(hf_trainer.QUANTIZED, "quantization_bit quantization_device_map"),
-    **rules(_LOSS, "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"),
+    **rules(_LOSS, "use_asft_loss asft_alpha use_eaft_loss eaft_alpha"),
     **rules(
         hf_trainer.UNSHARDED,
         "use_galore galore_layerwise galore_target galore_rank galore_scale use_apollo apollo_layerwise "
@@ -116,6 +116,7 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
         )
     # What is trained.
     sources.differ_by_model(moved, "model_name_or_path")
+    sources.put_rope(moved, moved.get("cutoff_len", default=2048))
     if kind == "lora":
         rank = moved.get("lora_rank", default=8)
         alpha = moved.get("lora_alpha", default=int(number(rank, 8) * 2))

@@ -49,12 +49,13 @@ KEYS: dict[str, Rule] = {
         "target_modules packing max_length packing_length truncation_strategy loss_scale sequence_parallel_size "
         "template agent_template use_hf use_chat_template task_type adapters early_stop_interval columns max_epochs "
         "dataset_shuffle train_dataloader_shuffle model_author model_name optimizer rlhf_type beta label_smoothing "
-        "rpo_alpha ld_alpha loss_type cpo_alpha simpo_gamma desirable_weight undesirable_weight ref_model",
+        "rpo_alpha ld_alpha loss_type cpo_alpha simpo_gamma desirable_weight undesirable_weight ref_model "
+        "rope_scaling max_model_len",
     ),
     **rules(
         FREE,
         "padding_free streaming enable_channel_loss torch_dtype load_from_cache_file ref_model_type "
-        "freeze_vit freeze_aligner attn_impl lazy_tokenize create_checkpoint_symlink max_model_len use_logits_to_keep "
+        "freeze_vit freeze_aligner attn_impl lazy_tokenize create_checkpoint_symlink use_logits_to_keep "
         "packing_num_proc shuffle_buffer_size model_type vit_gradient_checkpointing acc_strategy add_version "
         "check_model strict device_map max_new_tokens temperature top_p bnb_4bit_quant_type bnb_4bit_use_double_quant "
         "bnb_4bit_quant_storage tuner_backend device_groups use_galore_per_layer mixed_precision_policy",
@@ -66,7 +67,6 @@ KEYS: dict[str, Rule] = {
     "new_special_tokens": hf_trainer.SPECIAL_TOKENS,
     **hf_trainer.GROUPS,
     **dict.fromkeys(IMAGE_SETTINGS, hf_trainer.IMAGES),
-    "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     "use_ray": differing("`verl-ext launch-ray` trains on Ray's nodes"),
     "add_non_thinking_prefix": differing("the chat template decides whether a reply has an empty thinking block"),
     **rules(hf_trainer.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
@@ -83,7 +83,7 @@ KEYS: dict[str, Rule] = {
         "init_weights lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale "
         "lora_ga_stable_gamma llamapro_num_new_blocks reft_intervention_type",
     ),
-    **rules(lacking("a loss of the prediction; loss.custom_cls has coefficients by token"), "enable_dft_loss"),
+    "enable_dft_loss": hf_trainer.DFT,
     "response_prefix": lacking("no text of one's own begins a reply"),
     **rules(
         lacking("trainer.hooks, loss.custom_cls and data.custom_cls take Python"),
@@ -122,6 +122,7 @@ def read_swift(moved: Moved, folder: Path) -> None:
         moved.lack("loss_type", "loss.mode names the mean; a loss of one's own is loss.custom_cls")
     # What is trained.
     sources.differ_by_model(moved, "model")
+    sources.put_rope(moved, moved.get("max_model_len"))
     if kind in ("lora", "lora_llm"):
         rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
         hf_trainer.put_lora(moved, rank, alpha, moved.get("target_modules"), 0.05)

@@ -66,6 +66,8 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
         moved.differ("packing_strategy=wrapped lets documents attend to each other there; never here")
     if family != "sft":
         preferences.read_loss(moved, "", "loss_type", "", {}, family)
+    elif moved.get("loss_type") == "dft":
+        moved.put("loss.by_probability", True)
     elif moved.get("loss_type", default="nll") not in ("nll", "chunked_nll"):
         moved.lack("loss_type", "a loss of the prediction; loss.custom_cls has coefficients by token")
     # What is trained.
