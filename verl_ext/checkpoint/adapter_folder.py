@@ -1,4 +1,4 @@
-"""The merge of an adapter folder of PEFT, whichever trainer wrote it, into its base.
+"""The merge of any trainer's adapter folder of PEFT into its base.
 
 adapter_config.json + adapter_model.safetensors  ──┐
 the base model, a folder or a name of the Hub    ──┴─►  PEFT merges  ──►  model.safetensors, config, tokenizer

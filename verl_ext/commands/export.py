@@ -75,7 +75,7 @@ class ExportOptions(OutputOptions):
 
     @property
     def adapter(self) -> str | None:
-        """The base that an adapter folder names, "" for none; None if it is no such folder."""
+        """The base that an adapter folder names, or ""; None for other folders."""
         path = Path(self.checkpoint) / _ADAPTER
         try:
             return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] or "")

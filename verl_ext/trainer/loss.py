@@ -84,9 +84,9 @@ class StepLoss:
 
 
 class ProbabilityLoss(StepLoss):
-    """Dynamic fine-tuning (arXiv 2508.05629): Σ a_t·p_t·ℓ_t / Z, whose p_t = exp(−ℓ_t) get no gradient.
+    """Dynamic fine-tuning: Σ a_t·p_t·ℓ_t / Z (arXiv 2508.05629).
 
-    Targets that the model thinks unlikely move it less. The head passes over its blocks twice, as p_t comes first.
+    p_t = exp(−ℓ_t) gets no gradient. Targets that the model thinks unlikely move it less. The head passes over its blocks twice, as p_t comes first.
     """
 
     @property
@@ -99,5 +99,5 @@ class ProbabilityLoss(StepLoss):
         return self.of_rows(data, nll)
 
     def of_rows(self, data: TensorDict, nll: torch.Tensor, reduce: object = None) -> torch.Tensor:
-        """Return a_t·p_t, float32[T], from the losses of all tokens or of a rank's."""
+        """Return a_t·p_t, float32[T], from the losses, 0 for other ranks' tokens."""
         return super().coefficients(data, nll) * torch.exp(-nll)

@@ -79,7 +79,10 @@ class Objective:
         """
 
     def loss_of_parts(self, sums: StepSums | None = None) -> StepLoss:
-        """Return the loss of a part of a whole that only its sums will divide; probabilities weigh no validation."""
+        """Return the loss of a part of a whole that only its sums will divide.
+
+        It is that of validation, which no probabilities weigh.
+        """
         return StepLoss(1.0, 1, sums)
 
 

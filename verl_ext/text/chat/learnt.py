@@ -73,7 +73,7 @@ class Learnt:
         return self._with_prompts(parts, len(rendered.text), chat) if self.prompts else parts
 
     def _with_factors(self, parts: list[Part], rendered: RenderedChat) -> list[Part]:
-        """Multiply the weights of characters that a pattern matches, turn by turn; ends of turns stay."""
+        """Multiply the weights of what patterns match in each turn before its end."""
         found = [
             (start + match.start(), start + match.end(), factor)
             for start, stop in rendered.spans
@@ -91,7 +91,7 @@ class Learnt:
         return cut_parts
 
     def _with_prompts(self, parts: list[Part], length: int, chat: Chat) -> list[Part]:
-        """Add the text around the turns. Raises `BadRecord` if not all turns are learnt alike."""
+        """Add the text around turns. Raises `BadRecord` if these are not learnt alike."""
         turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if chat.shared or chat.masks or chat.targets != dict.fromkeys(turns, 1.0):
             needed = "prompts must be context for answers to compare, and for a chat that says what of it is learnt"

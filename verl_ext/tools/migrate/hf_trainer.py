@@ -157,7 +157,7 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
 
 
 def read_sharding(moved: Moved, keys: Iterable[str]) -> None:
-    """Translate DeepSpeed's or FSDP's descriptions: each a mapping, a file of JSON or a name."""
+    """Translate descriptions of DeepSpeed or FSDP: mappings, files of JSON or names."""
     for key in keys:
         value, stage = moved.values.get(key), 3
         if isinstance(value, str):

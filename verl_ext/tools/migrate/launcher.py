@@ -1,4 +1,7 @@
-"""accelerate: its file of ranks, sharding and precision, alone or as `accelerate launch --config_file FILE`."""
+"""accelerate: its file of ranks, sharding and precision.
+
+It stands alone, or in `accelerate launch --config_file FILE …` before a trainer.
+"""
 
 import sys
 from collections.abc import Sequence

@@ -175,7 +175,7 @@ _FROZEN = ("freeze_trainable_modules", "freeze_extra_modules")
 
 
 def _put_frozen(moved: Moved, key: str, options: Mapping[str, Any]) -> None:
-    """Train some of the first or last layers, whole or by modules, and named modules beside them."""
+    """Train some first or last layers, or their modules, and named ones."""
     count = int(number(options.get("freeze_trainable_layers"), 2.0))
     modules, extra = (split_names(options.get(name)) for name in _FROZEN)
     layers = range(-1, -count - 1, -1) if count > 0 else range(-count)

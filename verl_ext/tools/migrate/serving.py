@@ -1,4 +1,4 @@
-"""Configurations that train nothing: a model that is served, adapters that are merged.
+"""Configurations that train nothing: models to serve, adapters to merge.
 
 llamafactory-cli chat|api|webchat|export FILE · swift infer|deploy|app|export … · axolotl inference|merge-lora FILE
 
@@ -96,7 +96,7 @@ _AXOLOTL: dict[str, Rule] = {
 
 
 def read_llamafactory_model(moved: Moved, folder: Path) -> None:
-    """Translate a YAML of a model, which `chat` or `api` serve, or `export` writes."""
+    """Translate a YAML that `chat` or `api` serve, or `export` writes."""
     moved.take(_LLAMAFACTORY)
     peft = mapping("peft_config", moved.get("peft_config"))
     names = {"adapter_name_or_path": "adapters", "export_dir": "folder", "export_size": "shard_gb"}
@@ -133,7 +133,7 @@ def read_axolotl_model(moved: Moved, folder: Path, writes: bool = False) -> None
 
 
 def _base_of(moved: Moved, adapters: list[str]) -> tuple[str, int | None]:
-    """Return the model, that of the adapters if none is given, and their largest rank if it is known."""
+    """Return the model, given or the adapters' own, and their rank if known."""
     places = [[root / each / "adapter_config.json" for root in moved.folders] for each in adapters]
     found = [next((path for path in paths if path.is_file()), None) for paths in places]
     configs: list[Mapping[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in found if path]

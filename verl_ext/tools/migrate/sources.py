@@ -76,7 +76,7 @@ def differ_by_model(moved: Moved, key: str) -> None:
 
 
 def put_rope(moved: Moved, length: Any) -> None:
-    """Translate a scaling of positions: a dict as in config.json, or a type that reaches a length."""
+    """Translate a rotary scaling: a dict, or a type that reaches a length."""
     scaling = moved.get("rope_scaling")
     if isinstance(scaling, Mapping):
         moved.put("model.override_config", {"rope_scaling": dict(scaling)})

@@ -214,7 +214,7 @@ def _read_data(moved: Moved) -> None:
 
 
 def _patterns(scale: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
-    """Return weights by patterns; a key with two has its own and that of the text up to the next key."""
+    """Return weights by patterns: of a key, and of the text after it."""
     keys, found = "|".join(map(re.escape, scale)), dict[str, float]()
     for key, (own, *after) in scale.items():
         text = rf"[\s\S]*?(?={keys}|\Z)"
@@ -235,7 +235,7 @@ def _tokens_of(moved: Moved, token: str) -> list[str]:
 
 
 def take_cached(values: dict[str, Any], exports: Sequence[Mapping[str, Any]]) -> None:
-    """Give a training the raw data of the tokens that `swift export` writes before it."""
+    """Give a training the raw data of tokens that `swift export` writes."""
     for export in exports:
         folder = _folder(export.get("output_dir"))
         read = [_folder(each) for key in _CACHED for each in listed(values.get(key))]
