@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from verl_ext.__main__ import main
-from verl_ext.tools.migrate import axolotl, llamafactory, swift, trl
+from verl_ext.tools.migrate import axolotl, llamafactory, swift, swift_megatron, trl
 from verl_ext.tools.migrate.command import MigrateOptions, migrate
 from verl_ext.tools.migrate.line import Moved
 
@@ -18,6 +18,7 @@ READERS = {
     "llamafactory": (llamafactory.read_llamafactory, {"model_name_or_path": "M", "dataset": "own"}),
     "llamafactory_v1": (llamafactory.read_llamafactory_v1, {"model": "M", "train_dataset": "o/a"}),
     "swift": (swift.read_swift, {"model": "M", "dataset": ["o/a"]}),
+    "megatron": (swift_megatron.read_megatron, {"model": "M", "dataset": ["o/a"], "lr": 1e-4}),
     "trl": (trl.read_trl, {"model_name_or_path": "M", "dataset_name": "o/a"}),
     "trl_dpo": (partial(trl.read_trl, family="dpo"), {"model_name_or_path": "M", "dataset_name": "o/a"}),
     "trl_kto": (partial(trl.read_trl, family="kto"), {"model_name_or_path": "M", "dataset_name": "o/a"}),
@@ -53,6 +54,7 @@ EXTRA = {"freeze_extra_modules": "lm_head"}
 TRAINED = ["!lm_head.weight", "!x.4[4-9].y"]
 REACHED = {"max_position_embeddings": 9, "rope_parameters": {"rope_type": "yarn"}}
 FACTOR = {"type": "yarn", "factor": 2}
+QKV, MTP = ["q_proj", "k_proj", "v_proj"], ["mtp_num_layers"]
 HERMES = {r"<tool_call>[\s\S]+?</tool_call>": 2.0}
 EXPERTS = {"use_kt": True, "kt_config": {"kt_backend": "AMXBF16"}}
 INT8_EXPERTS = {"use_kt": True, "kt_config": {"kt_expert_weight_format": "int8"}}
@@ -141,6 +143,31 @@ ROWS = [
     ("swift", {"rope_scaling": "yarn"}, {"model.override_config": None}, ["rope_scaling"]),
     ("llamafactory", {"rope_scaling": "yarn", "cutoff_len": 9}, {"model.override_config": REACHED}, []),
     ("llamafactory", {"rope_scaling": "llama3"}, {"model.override_config": None}, ["rope_scaling"]),
+    # ms-swift's Megatron engine: a step counts the rows of all ranks, whatever shares them
+    (
+        "megatron",
+        {"nproc": 8, "global_batch_size": 4, "tensor_model_parallel_size": 2},
+        {"data.train_batch_size": 4},
+        [],
+    ),
+    ("megatron", {"context_parallel_size": 2}, {"engine.ulysses_sequence_parallel_size": 2}, []),
+    ("megatron", {"micro_batch_size": 2}, {"data.micro_batch_size_per_gpu": 2, "data.train_batch_size": 16}, []),
+    ("megatron", {}, {"optim.lr": 1e-4, "model": None, "optim.weight_decay": 0.1, "optim.betas": [0.9, 0.95]}, []),
+    ("megatron", {"min_lr": 1e-5}, {"optim.min_lr_ratio": pytest.approx(0.1)}, []),
+    ("megatron", {"lr_warmup_fraction": 0.05}, {"optim.lr_warmup_steps_ratio": 0.05}, []),
+    ("megatron", {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 7}, {"optim.lr_scheduler_type": "wsd"}, []),
+    ("megatron", {"train_iters": 7}, {"trainer.total_training_steps": 7}, []),
+    ("megatron", {"recompute_granularity": "none"}, {"model.enable_gradient_checkpointing": False}, []),
+    ("megatron", {"tuner_type": "lora", "target_modules": ["linear_qkv"]}, {"model.target_modules": QKV}, []),
+    ("megatron", {"tuner_type": "lora", "target_modules": ["all-linear", "all-router"]}, {}, ["target_modules"]),
+    (
+        "megatron",
+        {"tuner_type": "lora", "modules_to_save": ["output_layer"]},
+        {"model.modules_to_save": ["lm_head"]},
+        [],
+    ),
+    ("megatron", {"moe_expert_capacity_factor": 2, "mtp_num_layers": 1}, {}, ["moe_expert_capacity_factor", *MTP]),
+    ("megatron", {"rlhf_type": "dpo", "rpo_alpha": 0.1}, {"loss": "dpo", "loss.nll_weight": 0.1}, []),
     # what is frozen
     ("axolotl", {"unfrozen_parameters": ["^lm_head.weight$", "x.4[4-9]+.y."]}, {"model.freeze": TRAINED}, []),
     ("axolotl", {"unfrozen_parameters": ["layers.(1|2)"]}, {"model.freeze": None}, ["unfrozen_parameters"]),
@@ -211,6 +238,22 @@ def test_a_command_of_answers_passes_the_checks_of_the_trainer():
         "swift rlhf --rlhf_type kto --model M --dataset o/a --truncation_strategy right",
     ):
         assert "# to correct" not in migrate(MigrateOptions(command))
+
+
+def test_a_command_of_the_megatron_engine_names_its_own_keys(tmp_path):
+    command = "NPROC_PER_NODE=4 megatron sft --model M --dataset o/a --lr 1e-5 --global_batch_size 8 --no_such 3"
+    lines = migrate(MigrateOptions(command)).splitlines()
+    assert lines[0].startswith("verl-ext train nproc=4")
+    assert "    data.train_batch_size=8 \\" in lines
+    assert "# 5 keys of ms-swift: 4 in the command, 0 need nothing, 1 unknown" in lines
+
+
+def test_the_command_of_answers_without_a_type_is_dpo(tmp_path):
+    (tmp_path / "x.yaml").write_text("model: M\ndataset: o/a\nrlhf_type: kto\nENV: {MAX_PIXELS: 9}\n")
+    assert "loss=dpo" in migrate(MigrateOptions("swift rlhf --model M --dataset o/a"))
+    text = migrate(MigrateOptions(f"megatron rlhf --config {tmp_path}/x.yaml"))
+    assert "loss=kto" in text
+    assert "# no equivalent: MAX_PIXELS=9: records are text" in text
 
 
 def test_what_trains_by_rewards_is_refused_with_the_place_of_its_trainers(capsys):

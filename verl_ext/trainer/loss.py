@@ -86,7 +86,8 @@ class StepLoss:
 class ProbabilityLoss(StepLoss):
     """Dynamic fine-tuning: Σ a_t·p_t·ℓ_t / Z (arXiv 2508.05629).
 
-    p_t = exp(−ℓ_t) gets no gradient. Targets that the model thinks unlikely move it less. The head passes over its blocks twice, as p_t comes first.
+    p_t = exp(−ℓ_t) gets no gradient: targets it thinks unlikely move a model less. The head passes over its blocks
+    twice, as p_t comes first.
     """
 
     @property

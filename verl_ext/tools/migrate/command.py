@@ -19,8 +19,8 @@ from uuid import uuid4
 
 from verl_ext.commands.command_line import command, read_options, words_of
 from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
-from verl_ext.tools.migrate import axolotl, launcher, llamafactory, serving, swift, trl, verl
-from verl_ext.tools.migrate.line import Moved, tokenize_keys
+from verl_ext.tools.migrate import axolotl, launcher, llamafactory, serving, swift, swift_megatron, trl, verl
+from verl_ext.tools.migrate.line import Moved, mapping, tokenize_keys
 from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, commands_of, flags_of, ranks_of, read_yaml, without_comments
 
 Reader = Callable[[Moved, Path], None]
@@ -126,6 +126,8 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
                 own = launched.pop("ranks", "")
                 ranks = str(ranks_of(words) or own)
                 if name == swift.NAME:
+                    if "rlhf" in match[0]:
+                        values.setdefault("rlhf_type", "dpo")
                     values |= dict(word.split("=", 1) for word in words[:start] if word.startswith(IMAGE_SETTINGS))
                 trains = read not in _WITHOUT_TRAINING
                 (found if trains else others).append(
@@ -148,6 +150,7 @@ _STARTS: tuple[tuple[str, str, Reader | None], ...] = (
     (r"\bswift (sft|pt|rlhf)\b|swift/cli/(sft|pt|rlhf)\.py", swift.NAME, swift.read_swift),
     (r"\bswift (infer|deploy|app)\b|swift/cli/(infer|deploy|app)\.py", swift.NAME, serving.read_swift_model),
     (r"\bswift (export|merge-lora)\b|swift/cli/(export|merge_lora)\.py", swift.NAME, _SWIFT_EXPORT),
+    (r"\bmegatron (sft|pt|rlhf)\b|_megatron/(sft|pt|rlhf)\.py", swift.NAME, swift_megatron.read_megatron),
     (
         r"\bmegatron \w+\b|swift/cli/_megatron/\w+\.py|\bswift [a-z-]+\b|swift/cli/\w+\.py",
         swift.NAME,
@@ -183,7 +186,7 @@ _WITHOUT_TRAINING = (
 def _with_file(name: str, read: Reader, words: Sequence[str], folder: Path) -> tuple[Reader, dict[str, Any]]:
     """Return the reader and the keys of a command's words and of the YAML that they name."""
     values = flags_of(words)
-    named = values.pop("config", None) if name == trl.NAME else None
+    named = values.pop("config", None) if name in (trl.NAME, swift.NAME) else None
     if named is None and words and words[0].endswith((".yaml", ".yml", ".json")):
         named = words[0]
     if named is None:
@@ -193,6 +196,8 @@ def _with_file(name: str, read: Reader, words: Sequence[str], folder: Path) -> t
     if path is None:
         raise UsageError(f"command must name an existing file of keys; got {named}")
     of_file = read_yaml(path)
+    variables = mapping("ENV", of_file.pop("ENV", None)) if name == swift.NAME else {}
+    of_file |= {key: value for key, value in variables.items() if key in IMAGE_SETTINGS}
     if read is llamafactory.read_llamafactory:
         read = _of_keys(of_file, path)[1]
     return read, of_file | values

@@ -100,7 +100,12 @@ KEYS: dict[str, Rule] = {
 def read_swift(moved: Moved, folder: Path) -> None:
     """Translate the command's flags."""
     moved.take(KEYS)
-    kind = str(moved.get("tuner_type", "train_type", default="lora"))
+    translate(moved, "lora")
+
+
+def translate(moved: Moved, usual: str) -> None:
+    """Translate the keys that need each other; `usual`: what is trained without a word."""
+    kind = str(moved.get("tuner_type", "train_type", default=usual))
     trains_texts = moved.get("use_chat_template") is False
     if (task := str(moved.get("task_type", default="causal_lm"))) != "causal_lm":
         raise UsageError(f"task_type must be causal_lm: {CLASSIFIES}; got {task}")
