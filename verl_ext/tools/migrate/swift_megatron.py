@@ -19,6 +19,7 @@ _NAMES = {  # {a key here: that of `swift sft`}
     "modules_to_save": "modules_to_save",
     "target_modules": "target_modules",
 }
+_STEPS = "gradient_accumulation_steps"
 _SCHEDULES = {"wsd": "warmup_stable_decay"}
 _MODULES = {  # {Megatron's modules: transformers'}
     "word_embeddings": ("embed_tokens",),
@@ -30,7 +31,7 @@ _MODULES = {  # {Megatron's modules: transformers'}
 }
 
 KEYS: dict[str, Rule] = {
-    **{key: rule for key, rule in swift.KEYS.items() if key not in _NAMES.values()},
+    **{key: rule for key, rule in swift.KEYS.items() if key not in (*_NAMES.values(), _STEPS)},
     **rules(READ, f"{' '.join(_NAMES)} global_batch_size min_lr recompute_granularity"),
     **rules(
         FREE,
@@ -65,17 +66,18 @@ def read_megatron(moved: Moved, folder: Path) -> None:
             values[name] = _renamed(moved, theirs, value)
     # A step counts the rows of all ranks there too.
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    group = math.prod(int(number(moved.get(name, default=1), 1.0)) for name in sizes)
-    moved.ranks = moved.ranks or group
+    group = math.prod(max(int(number(moved.get(name, default=1), 1.0)), 1) for name in sizes)
+    ranks, moved.ranks = moved.ranks, moved.ranks or group
     rows = int(number(moved.get("global_batch_size", default=16), 16.0))
     micro = max(int(number(moved.get("micro_batch_size", default=1), 1.0)), 1)
-    values["gradient_accumulation_steps"] = max(rows // (micro * max(moved.ranks // group, 1)), 1)
+    values[_STEPS] = max(rows // (micro * max(moved.ranks // group, 1)), 1)
     if str(moved.get("recompute_granularity", default="selective")) == "none":
         values["gradient_checkpointing"] = False
     swift.translate(moved, "full")
+    moved.ranks = ranks
     moved.put("data.train_batch_size", rows)
     if is_on(least := moved.get("min_lr")):
-        moved.put("optim.min_lr_ratio", number(least) / number(moved.words["optim.lr"], 1.0))
+        moved.put("optim.min_lr_ratio", float(f"{number(least) / number(moved.words['optim.lr'], 1.0):.6g}"))
     if moved.words.get("model") == "lora":
         moved.differ(
             "adapters of q_proj, k_proj and v_proj are apart, there of one matrix; of experts there is none here"
