@@ -77,6 +77,8 @@ class ExportOptions(OutputOptions):
     def adapter(self) -> str | None:
         """The base that an adapter folder names, or ""; None for other folders."""
         path = Path(self.checkpoint) / _ADAPTER
+        if not any(path.parent.glob("adapter_model.*")):  # a checkpoint of adapters has such a config too
+            return None
         try:
             return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] or "")
         except (OSError, ValueError, TypeError, KeyError):
