@@ -103,3 +103,10 @@ def test_a_base_that_is_not_there_is_named(base, tmp_path, capsys):
     words = [f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged", f"base={tmp_path}/gone"]
     assert main(["export", *words]) == 1
     assert re.search(f"PEFT merges into {tmp_path}/gone: ", capsys.readouterr().err)
+
+
+def test_a_checkpoint_of_adapters_whose_config_lies_in_it_too_is_no_such_folder(base, tmp_path, capsys):
+    adapted(base, tmp_path / "adapter", "plain")
+    (tmp_path / "adapter/adapter_model.safetensors").unlink()
+    assert main(["export", f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged"]) == 1
+    assert "checkpoint must be whole" in capsys.readouterr().err

@@ -100,10 +100,10 @@ KEYS: dict[str, Rule] = {
 def read_swift(moved: Moved, folder: Path) -> None:
     """Translate the command's flags."""
     moved.take(KEYS)
-    translate(moved, "lora")
+    read_swift_keys(moved, "lora")
 
 
-def translate(moved: Moved, usual: str) -> None:
+def read_swift_keys(moved: Moved, usual: str) -> None:
     """Translate the keys that need each other; `usual`: what is trained without a word."""
     kind = str(moved.get("tuner_type", "train_type", default=usual))
     trains_texts = moved.get("use_chat_template") is False

@@ -73,7 +73,7 @@ def read_megatron(moved: Moved, folder: Path) -> None:
     values[_STEPS] = max(rows // (micro * max(moved.ranks // group, 1)), 1)
     if str(moved.get("recompute_granularity", default="selective")) == "none":
         values["gradient_checkpointing"] = False
-    swift.translate(moved, "full")
+    swift.read_swift_keys(moved, "full")
     moved.ranks = ranks
     moved.put("data.train_batch_size", rows)
     if is_on(least := moved.get("min_lr")):
