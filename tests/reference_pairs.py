@@ -85,6 +85,8 @@ def of_pair(o: Loss, c: torch.Tensor, r: torch.Tensor, c_ref: float, r_ref: floa
         return torch.clamp(1 - o.beta * h, min=0)
     if o.mode == "simpo":
         return -torch.log(_sigmoid(o.beta * c - o.beta * r - o.margin))
+    if o.mode == "cpo":
+        return -torch.log(_sigmoid(o.beta * c - o.beta * r))
     if o.mode == "orpo":
         odds = [torch.exp(x) / (1 - torch.exp(x)) for x in (c, r)]
         return -o.beta * torch.log(_sigmoid(torch.log(odds[0] / odds[1])))

@@ -98,6 +98,11 @@ def test_what_overrides_a_models_config_is_what_is_checked_and_trained(good):
     assert (config.max_position_embeddings, config.rope_parameters) == (2048, rope)
     assert (config.rms_norm_eps, type(config.rms_norm_eps)) == (1.0, float)
     assert overridden(good, rope_scaling=yarn).rope_parameters == rope
+    longer = overridden(good, max_position_embeddings=1100, rope_parameters={"rope_type": "yarn"})
+    of_512 = {"factor": 3.0, "original_max_position_embeddings": 512}
+    assert longer.rope_parameters == {**longer.rope_parameters, **of_512, "rope_type": "yarn"}
+    linear = overridden(good, max_position_embeddings=1100, rope_scaling={"type": "linear"})
+    assert (linear.rope_parameters["factor"], linear.rope_parameters["rope_type"]) == (3.0, "linear")
     assert overridden(good, rope_theta=5e5).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
 
 

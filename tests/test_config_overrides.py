@@ -222,7 +222,7 @@ def test_flags_pass_untouched_a_primary_config_of_the_users_finds_ours_and_sever
         ("model.tokenizer=x", "nearest: model.tokenizer_path"),
         ("zzz=1", "unknown key zzz"),
         ("parallel=ulyses2", "unknown choice parallel=ulyses2; nearest: ulysses2; available: auto, cp16_uly"),
-        ("loss=squareroot", "available: apo_down, apo_zero, dpo, "),
+        ("loss=squareroot", "available: apo_down, apo_zero, cpo, dpo, "),
         ("data={max_length: 7}", "data.max_length is read as a word of its own, data.max_length=VALUE"),
         ("recipe=no_such_recipe", "unknown choice recipe=no_such_recipe"),
         ("foo", "an override is written key=value; got foo"),

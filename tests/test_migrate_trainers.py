@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from verl_ext.__main__ import main
 from verl_ext.config import schema
 from verl_ext.config.compose import prepare_overrides
-from verl_ext.tools.migrate import axolotl, llamafactory, swift, trl
+from verl_ext.tools.migrate import axolotl, llamafactory, swift, swift_megatron, trl
 from verl_ext.tools.migrate.line import Moved, Rule, is_ours
 
 LLAMAFACTORY = {
@@ -263,6 +263,11 @@ RICH = {
     ),
     "llamafactory_v1": (llamafactory.V1, llamafactory.read_llamafactory_v1, {"model": "M", "train_dataset": "o/a"}),
     "swift": (swift.KEYS, swift.read_swift, {"model": "M", "dataset": ["o/a"], "val_dataset": ["o/v"]}),
+    "megatron": (
+        swift_megatron.KEYS,
+        swift_megatron.read_megatron,
+        {"model": "M", "dataset": ["o/a"], "val_dataset": ["o/v"], "tuner_type": "lora"},
+    ),
     "trl": (
         trl.KEYS,
         trl.read_trl,
@@ -280,6 +285,7 @@ RICH = {
 # Values of one form each, of which a key takes one, and those of the keys that take none of them.
 FORMS = [7, 0.5, True, False, "xyz", ["xyz"], "no", "epoch"]
 VALUES = {
+    "recompute_granularity": "none",
     "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     "fsdp": "full_shard offload",
     "fsdp_config": {"offload_params": True},
@@ -317,6 +323,10 @@ BESIDE = {
     "sample_packing_sequentially": {"sample_packing": True},
     "eval_causal_lm_metrics": {"do_causal_lm_eval": True},
     "kt_config": {"use_kt": True},
+    "max_model_len": {"rope_scaling": "yarn"},
+    "train_type": {"tuner_type": None},
+    **{key: {"finetuning_type": "freeze"} for key in ("freeze_trainable_layers", "freeze_extra_modules")},
+    "freeze_trainable_modules": {"finetuning_type": "freeze"},
     **{key: {"dataset": ["swift/self-cognition"]} for key in ("model_name", "model_author")},
     # the losses of answers, by the keys of each trainer
     **{key: {"rl": "dpo"} for key in ("rl_beta", "trl", "dpo_loss_type", "dpo_label_smoothing")},
@@ -481,7 +491,7 @@ def test_a_file_that_is_no_configuration_of_such_a_training_is_refused(
         ("swift sft --model 'M --dataset d", "command must be whole; got a quote that is not closed"),
         ("llamafactory-cli train --stage ppo --model_name_or_path M", "stage must be sft, pt, dpo or kto; got ppo"),
         ("swift rlhf --rlhf_type grpo --model M", "rlhf_type must be a loss of given answers; got grpo"),
-        ("swift export --model M", "command must train on texts or given answers; got swift export"),
+        ("swift sample --model M", "command must train on texts or given answers; got swift sample"),
         ("trl sft --config nowhere.yaml", "command must name an existing file of keys; got nowhere.yaml"),
         ("nowhere.yaml", "command must be a command or an existing file; got nowhere.yaml"),
         ("swift sft --model M --dataset d --task_type embedding", "task_type must be causal_lm"),

@@ -87,7 +87,8 @@ def found():
 def test_optimizers_that_take_no_steps_over_shards_are_found_by_any_number_of_ranks_and_by_none(found):
     for problems in _problems([*SOUND, "Adafactor", "Rprop"]), *found["problems"]:
         assert problems[:-2] == [None] * len(SOUND)
-        assert all("in-place operations that require placement changes" in problem for problem in problems[-2:])
+        # torch 2.11 has another reason for the second.
+        assert all(re.search("require placement changes|sharding strategy", problem) for problem in problems[-2:])
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="every implementation leaves objects behind there")

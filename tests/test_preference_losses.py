@@ -40,6 +40,7 @@ CASES = [
     ("hinge", {}),
     ("simpo", {}),
     ("simpo", {"margin": 0.4, "label_smoothing": 0.1}),
+    ("cpo", {"label_smoothing": 0.1}),
     ("orpo", {}),
     ("apo_zero", {}),
     ("apo_down", {}),
@@ -78,8 +79,8 @@ def written_out(mode, o, xc, xr, rc, rr):
         return (c - r - 1 / (2 * beta)) ** 2
     if mode == "hinge":
         return max(0.0, 1 - m)
-    if mode == "simpo":
-        margin = beta * xc - beta * xr - o.margin
+    if mode in ("simpo", "cpo"):
+        margin = beta * xc - beta * xr - (o.margin if mode == "simpo" else 0)
         return -(1 - eps) * math.log(sigmoid(margin)) - eps * math.log(sigmoid(-margin))
     if mode == "orpo":
         odds = [math.exp(x) / (1 - math.exp(x)) for x in (xc, xr)]

@@ -34,6 +34,7 @@ LOSSES = {
     "ipo": Loss("ipo", 0.1, length="mean"),
     "hinge": Loss("hinge", 0.1),
     "simpo": Loss("simpo", 2.0, length="mean", has_reference=False, margin=0.4),
+    "cpo": Loss("cpo", 0.1, has_reference=False, nll_weight=1.0),
     "orpo": Loss("orpo", 0.1, length="mean", has_reference=False, nll_weight=1.0),
     "apo_zero": Loss("apo_zero", 0.1),
     "apo_down": Loss("apo_down", 0.1),

@@ -161,7 +161,7 @@ def test_labels_give_the_loss_and_gradient_of_the_kto_trainer(theirs, mode):
     assert torch.allclose(by_token, gradient, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("mode", ["simpo", "orpo"])
+@pytest.mark.parametrize("mode", ["simpo", "cpo", "orpo"])
 def test_losses_without_a_reference_are_those_of_the_experimental_trainers(mode):
     (log_probs, mask), o = given(4), PreferenceOptions(mode)
     order = [row for pair in range(4) for row in (pair, 4 + pair)]
@@ -169,11 +169,12 @@ def test_losses_without_a_reference_are_those_of_the_experimental_trainers(mode)
     unit, answer = np.tile([2, 0], 4), np.tile([1, -1], 4)
     mine, _, _ = ours(log_probs[order], torch.zeros_like(log_probs), mask[order], unit, answer, o)
     own = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), beta=o.scale, alpha=0.0, label_smoothing=0.0)
-    if mode == "simpo":
+    if mode != "orpo":
         from trl.experimental.cpo.cpo_trainer import CPOTrainer
 
-        own.loss_type, own.simpo_gamma = "simpo", o.margin
-        losses, tolerance = CPOTrainer.cpo_loss(own, means[:4], means[4:])[0], 1e-12
+        own.loss_type, own.simpo_gamma = {"simpo": "simpo", "cpo": "sigmoid"}[mode], o.margin
+        values = means if mode == "simpo" else log_probs.sum(1)
+        losses, tolerance = CPOTrainer.cpo_loss(own, values[:4], values[4:])[0], 1e-12
     else:
         from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 

@@ -40,7 +40,7 @@ def test_a_longer_stream_may_change_what_the_data_is_and_how_much_of_it_is_drawn
 
 def test_the_seed_the_loss_and_the_memorys_part_are_shared():
     assert options_that("same", [TrainerOptions, LossOptions]) == [
-        *("trainer.seed", "loss.mode", "loss.category_weights", "loss.documents_per_pack")
+        *("trainer.seed", "loss.mode", "loss.category_weights", "loss.documents_per_pack", "loss.by_probability")
     ]
     adapters = ("lora_dropout", "use_rslora", "use_dora", "layers_to_transform", "layers_pattern", "modules_to_save")
     of_model = {f"model.{name}" for name in ("freeze", "new_tokens", "new_special_tokens", *adapters)}

@@ -248,3 +248,18 @@ def test_freezing_names_modules_or_parameters_by_their_ends():
         freeze(model, ["embed_token"])
     with pytest.raises(ValueError, match=r"model\.freeze must leave a parameter to train; got \['\*'\]"):
         freeze(model, ["*"])
+
+
+def test_what_stands_after_an_exclamation_mark_is_trained_and_nothing_else():
+    _, model = packed_and_plain("gemma3")
+    last = model.config.get_text_config().num_hidden_layers - 1
+    freeze(model, ["!layers.-1", "!language_model.norm", "mlp"])
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {
+        name
+        for name, _ in model.named_parameters()
+        if (f".language_model.layers.{last}." in name and ".mlp." not in name)
+        or name.endswith("language_model.norm.weight")
+    }
+    with pytest.raises(ValueError, match=r"model\.freeze must name .*; got !layers\.-9"):
+        freeze(model, ["!layers.-9"])

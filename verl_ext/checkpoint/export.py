@@ -79,16 +79,16 @@ class Export:
             (folder / _TEMPLATE).write_text(self.chats.template, encoding="utf-8")
         options = engine.model_config
         files = _OF_TOKENIZER if getattr(options, "new_pieces", {}) else (*_OF_TOKENIZER, *_OF_ADDED)
-        _copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, files)
-        _copy_missing(Path(options.local_path), folder)
+        copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, files)
+        copy_missing(Path(options.local_path), folder)
         tokenizer = getattr(processor, "tokenizer", processor)
         _write_generation_config(options.local_hf_config_path, config, tokenizer, self.chats.ends, folder)
         if self.tensors is not None:
             disable_progress_bar()  # A thread's bar would wait for the lock that training's bar shares.
-            _write_weights(filled(self.model, self.tensors), folder)
+            write_weights(filled(self.model, self.tensors), folder)
 
 
-def _copy_missing(source: Path, folder: Path, patterns: Sequence[str] = ()) -> None:
+def copy_missing(source: Path, folder: Path, patterns: Sequence[str] = ()) -> None:
     """Copy files of `patterns`, and a processor's, that an export lacks."""
     has_template = any(folder.glob("chat_template*"))
     # verl may not load a processor, so that its files are copied as they are.
@@ -206,7 +206,7 @@ def _merged(model: Any) -> Any:
             raise ValueError(f"form=adapter must be given for adapters that PEFT does not merge: {error}") from error
 
 
-def _write_weights(model: Any, folder: Path, shard_bytes: int = 5 * 10**9) -> None:
+def write_weights(model: Any, folder: Path, shard_bytes: int = 5 * 10**9) -> None:
     """Write a model's weights like plain transformers, beside its other files."""
     generation = folder / _GENERATION
     kept = generation.read_bytes() if generation.is_file() else None
@@ -259,7 +259,7 @@ def export_checkpoint(
         shutil.copytree(checkpoint / layout.EXPORT, output.path, dirs_exist_ok=True, ignore=left)
         written = [p for p in model.parameters() if merges or p.requires_grad]
         if merges:
-            _write_weights(model, output.path, shard_bytes=int(shard_gb * 1e9))
+            write_weights(model, output.path, shard_bytes=int(shard_gb * 1e9))
         else:
             with write_errors(output.path):
                 model.save_pretrained(output.path, save_embedding_layers=False)

@@ -1,5 +1,6 @@
 """The command `verl-ext export`: a checkpoint as a Hugging Face folder."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from verl_ext.checkpoint.layout import EXPORT_MARKER
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.options import REQUIRED, option
 
+_ADAPTER = "adapter_config.json"  # of a folder of PEFT
 _FORMS = ("merged", "adapter")
 _DTYPES = ("saved", "float32", "bfloat16", "float16")
 
@@ -20,13 +22,22 @@ class ExportOptions(OutputOptions):
     The folder holds sharded safetensors, config and tokenizer; adapters are merged. form=adapter writes the adapters of
     a LoRA run as they are instead, as a folder that PEFT and vLLM load beside the base model. The export runs offline
     and without GPUs, one tensor at a time; to merge a checkpoint of adapters alone (checkpoint.save_lora_only), it
-    needs the memory of the base model. Meanwhile the disk holds the weights twice.
+    needs the memory of the base model. Meanwhile the disk holds the weights twice. An adapter folder of PEFT, whichever
+    trainer wrote it, is merged into its base in memory.
     """
 
     marker: ClassVar[str] = EXPORT_MARKER
 
-    checkpoint: str = option(REQUIRED, "a global_step_N folder, or a run's folder for its last one", required=True)
-    base: str | None = option(None, "folder of the base model, to merge a checkpoint of adapters alone")
+    checkpoint: str = option(
+        REQUIRED,
+        "a global_step_N folder, a run's folder for its last one, or an adapter folder of PEFT",
+        required=True,
+    )
+    base: str | None = option(
+        None,
+        "folder of the base model, to merge a checkpoint of adapters alone; of an adapter folder also a Hub name; "
+        "null: that of its adapter_config.json",
+    )
     form: str = option(
         "merged", "adapters of a LoRA run: merged into the weights | adapter: a folder of their own", choices=_FORMS
     )
@@ -44,19 +55,52 @@ class ExportOptions(OutputOptions):
     def problems(self) -> Iterator[str]:
         """Yield a line for every mistake visible before reading the checkpoint."""
         yield from self.output_problems("the checkpoint, its base", self.checkpoint, self.base)
-        for name in ("checkpoint", "base"):
+        is_adapter = self.adapter is not None
+        for name in ("checkpoint", *["base"] * (not is_adapter)):
             path = getattr(self, name)
             if path is not None and not Path(path).is_dir():
                 yield f"{name} must be an existing folder; got {path}"
+        if is_adapter:
+            if not (self.base or self.adapter):
+                yield f"base is required for {self.checkpoint}, whose {_ADAPTER} names no base_model_name_or_path"
+            if self.form != "merged":
+                yield f"form must be merged for {self.checkpoint}, which holds adapters alone; got {self.form}"
+            for name in ("license", "push_to"):
+                if (value := getattr(self, name)) is not None:
+                    yield f"{name} must be null for adapters of a run that is not here; got {value}"
         if self.push_to is not None:
             from verl_ext.checkpoint.hub import push_problems  # imports torch
 
             yield from push_problems(self.push_to)
 
+    @property
+    def adapter(self) -> str | None:
+        """The base that an adapter folder names, or ""; None for other folders."""
+        path = Path(self.checkpoint) / _ADAPTER
+        if not any(path.parent.glob("adapter_model.*")):  # a checkpoint of adapters has such a config too
+            return None
+        try:
+            return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] or "")
+        except (OSError, ValueError, TypeError, KeyError):
+            return "" if path.is_file() else None
+
 
 def export(options: ExportOptions) -> str:
     """Write the folder; return a line about it, or raise DataError."""
-    from verl_ext.checkpoint.export import export_checkpoint  # imports torch, so only after the checks
+    # Both import torch, so only after the checks.
+    if options.adapter is not None:
+        from verl_ext.checkpoint.adapter_folder import merge_adapter_folder
+
+        return merge_adapter_folder(
+            options.checkpoint,
+            options.base or options.adapter,
+            options.output_dir,
+            options.overwrite,
+            options.dtype,
+            options.shard_gb,
+            options.trust_remote_code,
+        )
+    from verl_ext.checkpoint.export import export_checkpoint
 
     told = export_checkpoint(
         options.checkpoint,

@@ -14,7 +14,7 @@ from verl_ext.options import DataError, Options, one_line
 from verl_ext.redaction import redacted
 from verl_ext.tables import Row, aligned
 from verl_ext.text.chat.options import ChatOptions
-from verl_ext.text.chat.parts import KINDS
+from verl_ext.text.chat.parts import KINDS, PROMPT, REASONING, TOOL_CALL
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Documents
 
@@ -104,7 +104,10 @@ class Report:
             "end_of_chat": self.end_of_chat,
             "categories": {name: counts.as_dict() for name, counts in self.categories.items()},
             "target_kinds": {
-                name: {kind: counts.target_kinds[kind] for kind in KINDS} for name, counts in self.categories.items()
+                name: {
+                    kind: counts.target_kinds[kind] for kind in (*KINDS, *[PROMPT] * (self.options.prompts == "learn"))
+                }
+                for name, counts in self.categories.items()
             },
             "sources": {name: self._source(name, counts) for name, counts in self.sources.items()},
             "total": in_all,
@@ -163,7 +166,7 @@ class Report:
             yield f"warning: {open_turns:,} turns have no end-of-turn token: the model does not learn to stop there"
         if counts.border_tokens:
             yield f"{counts.border_tokens:,} tokens at borders of turns hold text of the template too, and are learnt"
-        if counts.target_kinds["reasoning"] or counts.target_kinds["tool_call"]:
+        if any(counts.target_kinds[kind] for kind in (REASONING, TOOL_CALL, PROMPT)):
             targets = {kind.replace("_", " "): count for kind, count in counts.target_kinds.items() if count}
             yield f"target tokens: {_most(targets)}"
         if counts.context_parts:

@@ -4,6 +4,7 @@ Older files have `rope_scaling: {type: yarn, factor: 4.0}` and `rope_theta`; tho
 `rope_parameters: {rope_type: yarn, factor: 4.0, rope_theta: 1e6}`.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl_ext.options import choice_problem, spell
 
 _NAMES = ("rope_scaling", "rope_parameters")
 _BESIDE = ("rope_theta", "partial_rotary_factor")
+_SCALED = ("linear", "dynamic", "yarn")  # whose factor follows from a length
 _TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 _OF_A_TYPE = {  # so that they are not left over when another type takes the place of theirs
     *("rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor"),
@@ -27,7 +29,7 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
 
     The config has a dict of them. A dict with a type takes the place of the config's scaling; parameters that belong to
     no type (rope_theta, mrope_section) stay. A dict without a type updates the config's parameters. Null ends the
-    scaling.
+    scaling. The factor of a type without one follows from max_position_embeddings among `values`.
 
     Raises ValueError for parameters that transformers refuses, or that it would read as something else or not at all.
     """
@@ -45,6 +47,7 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
     # Some models have one dict for each kind of layer, which then must be named.
     kinds = {kind: inner for kind, inner in old.items() if isinstance(inner, dict)}
     if not kinds:
+        given = _with_factor(hf_config, given, values.get("max_position_embeddings"))
         parts = {"": {**beside, **given}}
         hf_config.rope_parameters = _merged(old, parts[""], f"{option}.{name}")
     else:
@@ -65,6 +68,16 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
     for kind, part in parts.items():
         _check_read(rope[kind] if kind else rope, part, f"{option}.{name}" + f".{kind}" * bool(kind), remote)
     return others
+
+
+def _with_factor(hf_config: Any, given: Mapping[str, Any], length: Any) -> Mapping[str, Any]:
+    """Add the least whole factor that reaches `length` to a type without one."""
+    kind = given.get("rope_type", given.get("type"))
+    if kind not in _SCALED or "factor" in given or not isinstance(length, int):
+        return given
+    own = given.get("original_max_position_embeddings") or hf_config.max_position_embeddings
+    original = {} if kind == "linear" else {"original_max_position_embeddings": own}
+    return {**original, **given, "factor": float(max(math.ceil(length / own), 1))}
 
 
 def _merged(old: Mapping[str, Any], given: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -28,7 +28,8 @@ class FreezeOptions(Options):
     freeze: list[str] = option(
         [],
         "globs of modules and parameters that are not trained, by their names or ends of their names (embed_tokens, "
-        "layers.[0-3]); the parts that a text does not reach, such as vision towers, are always frozen",
+        "layers.[0-3]); after a ! what alone is trained (!layers.-1: the last layer); the parts that a text does "
+        "not reach, such as vision towers, are always frozen",
         resume="same",
     )
 
@@ -118,13 +119,22 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
     """
     patterns = list(patterns)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
-    frozen = outside_text(model)
+    frozen, trained, config = outside_text(model), set[str](), model.config.get_text_config()
     for pattern in patterns:
-        named = [name for name in parameters if is_named(name, pattern)]
+        glob = re.sub(
+            r"(?<=\.)-(\d+)", lambda match: str(config.num_hidden_layers - int(match[1])), pattern.removeprefix("!")
+        )
+        named = [name for name in parameters if is_named(name, glob)]
         if not named:
             must = f"model.freeze must name modules or parameters of a {type(model).__name__}"
             raise ValueError(f"{must}; got {pattern}{name_hint(pattern, parameters)}")
-        frozen += named
+        if pattern.startswith("!"):
+            trained.update(named)
+        else:
+            frozen += named
+    if trained:  # a weight that is tied has several names, of which one is enough
+        kept = {id(parameters[name]) for name in trained}
+        frozen += [name for name, parameter in parameters.items() if id(parameter) not in kept]
     for name in frozen:
         (modules[name] if name in modules else parameters[name]).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):

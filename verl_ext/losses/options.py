@@ -109,6 +109,12 @@ class LossOptions(Options):
         None, "{category: weight ≥ 0}; categories that are not named have weight 1", resume="same"
     )
     documents_per_pack: int = option(30, "LongWriter's constant; only mode longwriter uses it", least=1, resume="same")
+    by_probability: bool = option(
+        False,
+        "true: each target counts with the probability that the model gives it, which gets no gradient (dynamic "
+        "fine-tuning, DFT)",
+        resume="same",
+    )
     head: str = option(
         "fused",
         "logits held in memory; fused: those of a block of targets; targets: of all targets; plain: of all tokens",

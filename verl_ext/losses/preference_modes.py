@@ -10,6 +10,7 @@ With c = x_c − x_c(ref), r = x_r − x_r(ref), m = β(c − r), ε = label_smo
 | `ipo`       | (c − r − 1/(2β))²                                  | yes       | mean   | 0.1 |
 | `hinge`     | max(0, 1 − m)                                      | yes       | sum    | 0.1 |
 | `simpo`     | `dpo` of m = β(x_c − x_r) − γ, γ = margin          | no        | mean   | 2   |
+| `cpo`       | `dpo` of m = β(x_c − x_r)                          | no        | sum    | 0.1 |
 | `orpo`      | −β·log σ(logit x_c − logit x_r)                    | no        | mean   | 0.1 |
 | `apo_zero`  | 1 − σ(βc) + σ(βr)                                  | yes       | sum    | 0.1 |
 | `apo_down`  | σ(βc) + 1 − σ(m)                                   | yes       | sum    | 0.1 |
@@ -103,6 +104,11 @@ def simpo(sides: Sides, o: FormulaOptions) -> torch.Tensor:
     return _smoothed(o.scale * (sides.chosen - sides.rejected) - o.margin, o.label_smoothing)
 
 
+def cpo(sides: Sides, o: FormulaOptions) -> torch.Tensor:
+    """Return CPO's loss (arXiv 2401.08417), without its likelihood term."""
+    return _smoothed(o.scale * (sides.chosen - sides.rejected), o.label_smoothing)
+
+
 def orpo(sides: Sides, o: FormulaOptions) -> torch.Tensor:
     """Return ORPO's odds-ratio loss (arXiv 2403.07691), without its likelihood term."""
     logit = [x - _log1mexp(x) for x in (sides.chosen, sides.rejected)]
@@ -151,6 +157,7 @@ PREFERENCE_MODES: dict[str, PreferenceMode] = {
     "ipo": PreferenceMode(ipo, length="mean"),
     "hinge": PreferenceMode(hinge),
     "simpo": PreferenceMode(simpo, beta=2.0, length="mean", fixed_length=True, has_reference=False),
+    "cpo": PreferenceMode(cpo, has_reference=False, nll_weight=1.0),
     "orpo": PreferenceMode(orpo, length="mean", fixed_length=True, has_reference=False, nll_weight=1.0),
     "apo_zero": PreferenceMode(apo_zero, takes_labels=True),
     "apo_down": PreferenceMode(apo_down),

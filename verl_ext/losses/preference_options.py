@@ -14,7 +14,7 @@ from verl_ext.losses.preference_modes import PREFERENCE_MODES, Formula, Preferen
 from verl_ext.losses.preference_units import LENGTHS
 from verl_ext.options import first_line, option
 
-_SMOOTHED = ("dpo", "dpo_norm", "robust", "simpo", "dpop")
+_SMOOTHED = ("dpo", "dpo_norm", "robust", "simpo", "cpo", "dpop")
 # The options that only some modes use.
 _USED_BY = {
     "label_smoothing": _SMOOTHED,
@@ -63,7 +63,7 @@ class PreferenceOptions(LossOptions):
     )
     tail_weight: float = option(1.0, "length=common: weight of the targets beyond it", least=0, most=1, resume="same")
     nll_weight: float | None = option(
-        None, "weight of the preferred answers' likelihood; null: 1 for orpo, 0 else", least=0, resume="same"
+        None, "weight of the preferred answers' likelihood; null: 1 for cpo and orpo, 0 else", least=0, resume="same"
     )
     nll_mode: str = option("token", "the mean of the likelihood terms", choices=MODES, resume="same")
     sft_weight: float = option(1.0, "weight of the likelihood of rows that are no answers", least=0, resume="same")
@@ -80,6 +80,8 @@ class PreferenceOptions(LossOptions):
     @override
     def problems(self) -> Iterable[str | None]:
         yield from self.category_problems()
+        if self.by_probability:
+            yield f"loss.by_probability must be false with loss.mode={self.mode}, which weighs answers; got true"
         if self.label_smoothing >= 0.5:
             yield f"loss.label_smoothing must be below 0.5; got {self.label_smoothing}"
         for name in self.changed().keys() & _USED_BY.keys():

@@ -26,7 +26,7 @@ from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, one_line
 from verl_ext.text.chat.learnt import closes_again
 from verl_ext.text.chat.options import ChatOptions
-from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, REASONING
+from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, PROMPT, REASONING
 from verl_ext.text.chat.renderer import ChatRenderer, RenderedTurns
 from verl_ext.text.chat.template import prints_date
 from verl_ext.text.encoder import NO_KEY, Encoder
@@ -43,7 +43,10 @@ from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.encoders import Encoded, TextEncoder
 from verl_ext.text.tokens.tokenizer import stop_tokens, tokenizer_facts
 
-KIND_OF_TARGET = {**{kind: kind for kind in KINDS}, EMPTY_REASONING: REASONING}  # the kinds that the report counts
+KIND_OF_TARGET = {
+    **{kind: kind for kind in (*KINDS, PROMPT)},
+    EMPTY_REASONING: REASONING,
+}  # the kinds that the report counts
 Text = str | TextFile | RenderedTurns
 
 

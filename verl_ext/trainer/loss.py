@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from typing_extensions import override
 
 from verl_ext.losses import TOKEN_STATS
 from verl_ext.metrics import StepSums
@@ -80,3 +81,24 @@ class StepLoss:
             category = data["target_category"].values()
             columns = [column[data["target_rows"].values()] for column in columns]
         sums.add_targets(category, *columns)
+
+
+class ProbabilityLoss(StepLoss):
+    """Dynamic fine-tuning: Σ a_t·p_t·ℓ_t / Z (arXiv 2508.05629).
+
+    p_t = exp(−ℓ_t) gets no gradient: targets it thinks unlikely move a model less. The head passes over its blocks
+    twice, as p_t comes first.
+    """
+
+    @property
+    @override
+    def flags(self) -> dict[str, Any]:
+        return {"coefficients_of": self.of_rows}
+
+    @override
+    def coefficients(self, data: TensorDict, nll: torch.Tensor) -> torch.Tensor:
+        return self.of_rows(data, nll)
+
+    def of_rows(self, data: TensorDict, nll: torch.Tensor, reduce: object = None) -> torch.Tensor:
+        """Return a_t·p_t, float32[T], from the losses, 0 for other ranks' tokens."""
+        return super().coefficients(data, nll) * torch.exp(-nll)

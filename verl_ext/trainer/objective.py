@@ -12,7 +12,7 @@ from verl_ext.data.preference import PreferenceDataSet
 from verl_ext.losses import PREFERENCE_MODES, LossOptions, LossSpec, PreferenceOptions, kto_baseline
 from verl_ext.metrics import PreferenceSums, StepSums
 from verl_ext.trainer.batch import StepBatch, StepCollator
-from verl_ext.trainer.loss import StepLoss
+from verl_ext.trainer.loss import ProbabilityLoss, StepLoss
 from verl_ext.trainer.preference import PreferenceBatch, PreferenceCollator, PreferenceLoss, mismatched_sums
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class Objective:
         kept: list[torch.Tensor] | None = None,
     ) -> StepLoss:
         """Return the loss of a step with these normalisers."""
-        return StepLoss(normalisers[0], data_parallel_size, sums, kept)
+        of_step = ProbabilityLoss if self.options.by_probability else StepLoss
+        return of_step(normalisers[0], data_parallel_size, sums, kept)
 
     def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", all_reduce: AllReduce, size: int) -> None:
         """Measure what the loss of the whole of these batches depends on; collective.
@@ -78,8 +79,11 @@ class Objective:
         """
 
     def loss_of_parts(self, sums: StepSums | None = None) -> StepLoss:
-        """Return the loss of a part of a whole that only its sums will divide."""
-        return self.loss([1.0] * self.terms, 1, sums)
+        """Return the loss of a part of a whole that only its sums will divide.
+
+        It is that of validation, which no probabilities weigh.
+        """
+        return StepLoss(1.0, 1, sums)
 
 
 class PreferenceObjective(Objective):
@@ -161,6 +165,10 @@ class PreferenceObjective(Objective):
         assert sums is None or isinstance(sums, PreferenceSums)
         of_step = normalisers, data_parallel_size, sums, kept
         return PreferenceLoss(*of_step, options=self.options, baseline=self._baseline)
+
+    @override
+    def loss_of_parts(self, sums: StepSums | None = None) -> StepLoss:
+        return self.loss([1.0] * self.terms, 1, sums)
 
 
 def objective_of(options: LossOptions) -> Objective:

@@ -6,7 +6,9 @@ record is refused.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import prod
 from typing import NamedTuple
 
 from verl_ext.text.chat.parts import (
@@ -14,6 +16,7 @@ from verl_ext.text.chat.parts import (
     EMPTY_REASONING,
     END_OF_TURN,
     OPENER,
+    PROMPT,
     REASONING,
     THINK_TAG,
     TOOL_CALL,
@@ -42,6 +45,8 @@ class Learnt:
     """Whether REASONING, TOOL_CALL and EMPTY_REASONING are learnt, unless a message says otherwise."""
 
     kinds: Mapping[str, bool]
+    prompts: bool = False  # whether the text around turns is learnt too
+    factors: Mapping[str, float] = field(default_factory=dict)  # by patterns of text in the assistant's turns
 
     def parts(self, rendered: RenderedChat, chat: Chat) -> list[Part]:
         """Return the parts of all targets. Raises `BadRecord` for doubtful ones."""
@@ -60,7 +65,37 @@ class Learnt:
                 if start < stop:
                     parts.append(Part(start, stop, kind, weight))
                 start = stop
-        return parts
+        if self.factors:
+            parts = self._with_factors(parts, rendered)
+        return self._with_prompts(parts, len(rendered.text), chat) if self.prompts else parts
+
+    def _with_factors(self, parts: list[Part], rendered: RenderedChat) -> list[Part]:
+        """Multiply the weights of what patterns match in each turn before its end."""
+        found = [
+            (start + match.start(), start + match.end(), factor)
+            for start, stop in rendered.spans
+            for pattern, factor in self.factors.items()
+            for match in re.finditer(pattern, rendered.text[start:stop])
+        ]
+        cuts = sorted({place for begin, end, _ in found for place in (begin, end)})
+        cut_parts: list[Part] = []
+        for part in parts:
+            inner = [] if part.kind == END_OF_TURN else [place for place in cuts if part.start < place < part.stop]
+            for start, stop in pairwise([part.start, *inner, part.stop]):
+                of_place = [factor for begin, end, factor in found if begin <= start < end]
+                factor = 1.0 if part.kind == END_OF_TURN else prod(of_place)
+                cut_parts.append(part._replace(start=start, stop=stop, weight=part.weight * factor))
+        return cut_parts
+
+    def _with_prompts(self, parts: list[Part], length: int, chat: Chat) -> list[Part]:
+        """Add the text around turns. Raises `BadRecord` if these are not learnt alike."""
+        turns = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        if chat.shared or chat.masks or chat.targets != dict.fromkeys(turns, 1.0):
+            needed = "prompts must be context for answers to compare, and for a chat that says what of it is learnt"
+            raise BadRecord("weighted_prompts", needed)
+        borders = [0, *(place for part in parts for place in (part.start, part.stop)), length]
+        around = [Part(start, stop, PROMPT, 1.0) for start, stop in zip(borders[::2], borders[1::2], strict=True)]
+        return sorted([*parts, *(part for part in around if part.start < part.stop)])
 
     def _by_kind(self, mask: TurnMask | None) -> Mapping[str, bool]:
         """Return whether each kind is learnt in a turn; unlisted ones are."""

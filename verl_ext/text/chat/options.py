@@ -1,5 +1,7 @@
 """The options that turn chat and text records into documents."""
 
+import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
@@ -56,6 +58,17 @@ class ChatOptions(RecordOptions):
         "learn",
         "tool calls of assistant turns: learn: targets | context: shown to the model, no targets",
         choices=("learn", "context"),
+    )
+    prompts: str = option(
+        "context",
+        "text around the assistant's turns, of all others and of the template: context: no target | learn: targets, as "
+        "in a plain text; needs turns=all",
+        choices=("context", "learn"),
+    )
+    weights: dict[str, Any] = option(
+        {},
+        "{regular expression: factor of the loss weight of what it matches in an assistant turn, before its end}; "
+        "factors of several multiply, 0 makes context",
     )
     on_unprinted: str = option(
         "warn",
@@ -114,6 +127,16 @@ class ChatOptions(RecordOptions):
         for text, other in self.replace.items():
             if not text or not isinstance(other, str):
                 yield f"replace must map texts to texts; got {spell(text)}: {spell(other)}"
+        for pattern, factor in self.weights.items():
+            try:
+                re.compile(pattern)
+                if isinstance(factor, bool) or not 0 <= float(factor) < math.inf:
+                    raise ValueError
+            except (re.error, TypeError, ValueError):
+                needed = "weights must map regular expressions to factors of at least 0"
+                yield f"{needed}; got {spell(pattern)}: {spell(factor)}"
+        if self.prompts == "learn" and self.turns != "all":
+            yield f"turns must be all with prompts=learn, which learns every part of a chat; got {self.turns}"
         if self.category_field == "":
             yield "category_field must name a field of the records, or be null; got ''"
         if self.end_of_turn == "":

@@ -21,6 +21,7 @@ from verl_ext.text.records.messages import REASONING_FIELDS, Chat, Stretch, Turn
 
 ANSWER, REASONING, TOOL_CALL, END_OF_TURN = KINDS = ("answer", "reasoning", "tool_call", "end_of_turn")
 EMPTY_REASONING = "empty_reasoning"  # a block without words; a kind of reasoning
+PROMPT = "prompt"  # what stands around the assistant's turns
 _KIND_OF_WORDS = {WordKind.REASONING: REASONING, WordKind.CALLS: TOOL_CALL}  # others are an answer's
 # The tags that open and close reasoning or a call inside a text.
 TAGS = {**dict.fromkeys(REASONING_TAGS, REASONING), ("<tool_call>", "</tool_call>"): TOOL_CALL}

@@ -82,7 +82,8 @@ class ChatRenderer:
         self._special, self._options, self._tokenizer, self._source = special, options, tokenizer, template
         self._stops = stop_tokens(tokenizer, options.model)
         kinds = {REASONING: options.reasoning, TOOL_CALL: options.tool_calls, EMPTY_REASONING: options.empty_reasoning}
-        self._learnt = Learnt({kind: chosen == "learn" for kind, chosen in kinds.items()})
+        learnt = {kind: chosen == "learn" for kind, chosen in kinds.items()}
+        self._learnt = Learnt(learnt, options.prompts == "learn", options.weights)
         self._cached_variant = lru_cache(VARIANTS)(self._new_variant)
         self._plain = self._new_variant("{}")  # for records without arguments of their own
         self.template = self._plain.chats.template

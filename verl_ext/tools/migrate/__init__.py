@@ -3,6 +3,8 @@
 train.yaml, script.sh, 'swift sft --model …'
 reading    which trainer, and its keys with their values
 axolotl · llamafactory · swift · trl    each key's place here; hf_trainer has those of transformers' Trainer
+swift_megatron    its keys by the names of swift · launcher    accelerate's file
+serving    what trains nothing: models to serve, adapters to merge
 verl       command lines of verl's own trainers, word for word
 line       the new command, its checks and its comments
 """

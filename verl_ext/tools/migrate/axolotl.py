@@ -168,7 +168,7 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     if moved.is_on("do_causal_lm_eval") and metrics != ["perplexity"]:  # which is that of val/loss
         moved.lack("do_causal_lm_eval", "eval.prompts has prompts to answer while training")
     if moved.is_on("train_on_inputs") and not moved.is_on("pretraining_dataset"):
-        moved.lack("train_on_inputs", "prompts are not learnt; text records are learnt whole")
+        moved.put("prompts", "learn")
     _read_tokens(moved)
 
 
@@ -191,10 +191,15 @@ def _read_model(moved: Moved) -> None:
         moved.lack("adapter", "adapters are LoRA's")
     if adapter == "qlora" and "load_in_4bit" not in moved.values:
         moved.lack("adapter", hf_trainer.QUANTIZED.lacks)
-    if moved.is_on("unfrozen_parameters"):
-        patterns = listed(moved.get("unfrozen_parameters"))
-        if not all(re.search(r"language_model|^(lm_head|embed_tokens)(\.\*)?$", str(pattern)) for pattern in patterns):
-            moved.lack("unfrozen_parameters", "model.freeze names what is not trained; towers never are")
+    patterns = [str(pattern) for pattern in listed(moved.get("unfrozen_parameters"))]
+    if not all(re.search(r"language_model|^(lm_head|embed_tokens)(\.\*)?$", pattern) for pattern in patterns):
+        globs = [re.sub(r"^\^|\$$|\.\*$|\.$|\\", "", pattern) for pattern in patterns]
+        globs = [re.sub(r"(\])\+", r"\1", glob) for glob in globs]  # [4-9]+: a digit of a layer's number
+        if all(re.fullmatch(r"[\w.]+(\[[\d-]+\][\w.]*)*", glob) for glob in globs):
+            moved.put("model.freeze", [f"!{glob}" for glob in globs])
+            moved.differ("unfrozen_parameters: names are globs here, whole up to a dot; there a dot is any character")
+        else:
+            moved.lack("unfrozen_parameters", "model.freeze has globs of names")
     if moved.is_on("peft"):
         moved.lack("peft", "adapters begin as LoRA's do")
     if is_on(config := moved.get("model_config")):

@@ -19,8 +19,8 @@ from uuid import uuid4
 
 from verl_ext.commands.command_line import command, read_options, words_of
 from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
-from verl_ext.tools.migrate import axolotl, llamafactory, swift, trl, verl
-from verl_ext.tools.migrate.line import Moved, tokenize_keys
+from verl_ext.tools.migrate import axolotl, launcher, llamafactory, serving, swift, swift_megatron, trl, verl
+from verl_ext.tools.migrate.line import Moved, mapping, tokenize_keys
 from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, commands_of, flags_of, ranks_of, read_yaml, without_comments
 
 Reader = Callable[[Moved, Path], None]
@@ -70,6 +70,10 @@ def migrate(options: MigrateOptions) -> str:
     assert values is not None
     moved = Moved(name, values, options.nproc or ranks, (Path(), folder, *folder.resolve().parents))
     reader(moved, folder)
+    if moved.other is not None:
+        if options.recipe is not None:
+            raise UsageError(f"recipe must be null for a configuration that trains nothing; got {options.recipe}")
+        return moved.command()
     moved.problems += _problems(moved)
     return moved.command() if options.recipe is None else moved.recipe(options.recipe)
 
@@ -90,9 +94,15 @@ def _of_keys(values: dict[str, Any], where: Path) -> tuple[str, Reader]:
     if "model_name_or_path" in values and "dataset_name" in values:
         return trl.NAME, trl.read_trl
     if "model_name_or_path" in values and {"stage", "cutoff_len", "finetuning_type", "template"} & values.keys():
-        if "dataset" not in values:
+        if "dataset" in values:
+            return llamafactory.NAME, llamafactory.read_llamafactory
+        if "stage" in values and not values.get("do_predict"):
             raise UsageError(f"{where} must be of a training; it names no dataset")
-        return llamafactory.NAME, llamafactory.read_llamafactory
+        return llamafactory.NAME, serving.read_llamafactory_model
+    if "model" in values and "peft_config" in values:
+        return llamafactory.NAME, serving.read_llamafactory_model
+    if "distributed_type" in values:
+        return launcher.NAME, launcher.read_launcher
     if "model" in values and "dataset" in values:
         return swift.NAME, swift.read_swift
     raise UsageError(f"{where} must be of axolotl, LLaMA-Factory, ms-swift or TRL; it has the keys of none")
@@ -101,6 +111,7 @@ def _of_keys(values: dict[str, Any], where: Path) -> tuple[str, Reader]:
 def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], int | None]:
     """Return a command's trainer, its reader, keys and ranks."""
     found: list[tuple[str, Reader, dict[str, Any], int | None]] = []
+    others: list[tuple[str, Reader, dict[str, Any], int | None]] = []  # which train nothing
     for words in commands_of(text):
         line = " ".join(words)
         for pattern, name, read in _STARTS:
@@ -110,22 +121,36 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
                 raise UsageError(f"command must train on texts or given answers; got {match[0].strip()}")
             if read is not None:
                 start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
-                ranks = ranks_of(words) or ""
                 read, values = _with_file(name, read, words[start:], folder)
+                launched = launcher.launched_by(words[:start], folder)
+                own = launched.pop("ranks", "")
+                ranks = str(ranks_of(words) or own)
                 if name == swift.NAME:
+                    if "rlhf" in match[0]:
+                        values.setdefault("rlhf_type", "dpo")
                     values |= dict(word.split("=", 1) for word in words[:start] if word.startswith(IMAGE_SETTINGS))
-                found.append((name, read, values, int(ranks) if ranks.isdigit() else None))
+                trains = read not in _WITHOUT_TRAINING
+                (found if trains else others).append(
+                    (name, read, launched | values, int(ranks) if ranks.isdigit() else None)
+                )
             break
     if len(found) > 1:
         print(f"note: the first of {len(found)} commands that train is translated", file=sys.stderr)
-    if found:
-        return found[0]
+    if found and others:
+        swift.take_cached(found[0][2], [values for _, read, values, _ in others if read is _SWIFT_EXPORT])
+    if found or others:
+        return (found or others)[0]
     raise UsageError("command must start axolotl, LLaMA-Factory, ms-swift, TRL or verl's SFT trainer; got none of them")
 
 
+_SWIFT_EXPORT = partial(serving.read_swift_model, writes=True)
+_AXOLOTL_EXPORT = partial(serving.read_axolotl_model, writes=True)
 # (the words that start a trainer, its name, its reader); those without a reader train something else.
 _STARTS: tuple[tuple[str, str, Reader | None], ...] = (
     (r"\bswift (sft|pt|rlhf)\b|swift/cli/(sft|pt|rlhf)\.py", swift.NAME, swift.read_swift),
+    (r"\bswift (infer|deploy|app)\b|swift/cli/(infer|deploy|app)\.py", swift.NAME, serving.read_swift_model),
+    (r"\bswift (export|merge-lora)\b|swift/cli/(export|merge_lora)\.py", swift.NAME, _SWIFT_EXPORT),
+    (r"\bmegatron (sft|pt|rlhf)\b|_megatron/(sft|pt|rlhf)\.py", swift.NAME, swift_megatron.read_megatron),
     (
         r"\bmegatron \w+\b|swift/cli/_megatron/\w+\.py|\bswift [a-z-]+\b|swift/cli/\w+\.py",
         swift.NAME,
@@ -141,14 +166,27 @@ _STARTS: tuple[tuple[str, str, Reader | None], ...] = (
         llamafactory.NAME,
         llamafactory.read_llamafactory,
     ),
+    (r"\b(llamafactory-cli|lmf) (chat|webchat|api|export)\b", llamafactory.NAME, serving.read_llamafactory_model),
+    (r"\baxolotl inference\b|-m axolotl\.cli\.inference\b", axolotl.NAME, serving.read_axolotl_model),
+    (
+        r"\baxolotl merge-lora\b|-m axolotl\.cli\.merge_lora\b",
+        axolotl.NAME,
+        _AXOLOTL_EXPORT,
+    ),
     (r"\baxolotl train\b|-m axolotl\.cli\.train\b", axolotl.NAME, axolotl.read_axolotl),
+)
+
+
+_WITHOUT_TRAINING = (
+    *(serving.read_llamafactory_model, serving.read_swift_model, serving.read_axolotl_model),
+    *(_SWIFT_EXPORT, _AXOLOTL_EXPORT),
 )
 
 
 def _with_file(name: str, read: Reader, words: Sequence[str], folder: Path) -> tuple[Reader, dict[str, Any]]:
     """Return the reader and the keys of a command's words and of the YAML that they name."""
     values = flags_of(words)
-    named = values.pop("config", None) if name == trl.NAME else None
+    named = values.pop("config", None) if name in (trl.NAME, swift.NAME) else None
     if named is None and words and words[0].endswith((".yaml", ".yml", ".json")):
         named = words[0]
     if named is None:
@@ -158,7 +196,9 @@ def _with_file(name: str, read: Reader, words: Sequence[str], folder: Path) -> t
     if path is None:
         raise UsageError(f"command must name an existing file of keys; got {named}")
     of_file = read_yaml(path)
-    if name != trl.NAME:
+    variables = mapping("ENV", of_file.pop("ENV", None)) if name == swift.NAME else {}
+    of_file |= {key: value for key, value in variables.items() if key in IMAGE_SETTINGS}
+    if read is llamafactory.read_llamafactory:
         read = _of_keys(of_file, path)[1]
     return read, of_file | values
 

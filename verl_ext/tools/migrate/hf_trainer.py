@@ -1,7 +1,7 @@
 """The keys of transformers' Trainer, which LLaMA-Factory, ms-swift and TRL share."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ _OPTIMIZERS = {
     **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), ("bitsandbytes.optim", "PagedAdamW")),
     "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
     "sgd": (None, "SGD"),
+    "muon": (None, "Muon"),
 }
 _BETA2 = 0.999  # of torch's Adam, and verl's
 NO_VALIDATION = "there is no validation data to measure"
@@ -47,6 +48,7 @@ IN_8_BITS = differing(
 UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
 TOKENS, SPECIAL_TOKENS = (to(f"model.new_{kind}tokens", is_names=True) for kind in ("", "special_"))
 IMAGES = lacking("records are text; media=drop leaves their images out")
+DFT = to("loss.by_probability", {"false": None})
 FP8 = differing("weights and products are bf16")
 # {parallelism of other engines}: each has the number of ranks that hold one copy's parts.
 _TENSOR = "tensor_parallel_size tensor_model_parallel_size"
@@ -143,8 +145,7 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
         moved.put("model.override_config", {**own, "output_router_logits": True, "router_aux_loss_coef": share})
     if moved.get("gradient_checkpointing") is False:
         moved.put("model.enable_gradient_checkpointing", False)
-    for key in ("deepspeed", "fsdp", "fsdp_config"):
-        _read_sharding(moved, key)
+    read_sharding(moved, ("deepspeed", "fsdp", "fsdp_config"))
     path = moved.get("resume_from_checkpoint")
     if is_on(path) and str(path).lower() not in ("true", "auto"):
         moved.lack("resume_from_checkpoint", "a run resumes its own checkpoints; model.path takes exported weights")
@@ -155,26 +156,28 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
             moved.lack("report_to", f"trainer.logger has no {', '.join(other)}")
 
 
-def _read_sharding(moved: Moved, key: str) -> None:
-    """Translate DeepSpeed's or FSDP's description: a mapping, a file of JSON or a name."""
-    value, stage = moved.values.get(key), 3
-    if isinstance(value, str):
-        name = re.search(r"z(?:ero)?_?([0-3])", value)
-        stage = int(name[1]) if name and key == "deepspeed" else 3
-        paths = [root / value for root in moved.folders] if value[:1] != "{" else []
-        value = next((read_yaml(path) for path in paths if path.is_file()), value)
-    if _offloads(value):  # else the key needs nothing
-        moved.put("engine.offload_policy", moved.is_on(key))
-    if isinstance(value, Mapping):
-        stage = int(number(mapping(key, value.get("zero_optimization")).get("stage"), 3.0))
-        if False in [value.get(f"{prefix}reshard_after_forward") for prefix in ("", "fsdp_")]:
-            stage = 2
-        if number(size := mapping(key, value.get("tensor_parallel")).get("autotp_size")) > 1:
-            moved.lack(
-                key, f"its autotp_size={size} splits matrices; engine.ulysses_sequence_parallel_size splits rows"
-            )
-    if stage < 3:  # every rank keeps a step's parameters
-        moved.put("engine.reshard_after_forward", not moved.is_on(key))
+def read_sharding(moved: Moved, keys: Iterable[str]) -> None:
+    """Translate descriptions of DeepSpeed or FSDP: mappings, files of JSON or names."""
+    for key in keys:
+        value, stage = moved.values.get(key), 3
+        if isinstance(value, str):
+            name = re.search(r"z(?:ero)?_?([0-3])", value)
+            stage = int(name[1]) if name and key == "deepspeed" else 3
+            paths = [root / value for root in moved.folders] if value[:1] != "{" else []
+            value = next((read_yaml(path) for path in paths if path.is_file()), value)
+        if _offloads(value):  # else the key needs nothing
+            moved.put("engine.offload_policy", moved.is_on(key))
+        if isinstance(value, Mapping):
+            described = mapping(key, value.get("zero_optimization")).get("stage", value.get("zero_stage"))
+            stage = int(number(described, 3.0))
+            keeps = [value.get(f"{prefix}reshard_after_forward") for prefix in ("", "fsdp_")]
+            if False in keeps or "SHARD_GRAD_OP" in (*keeps, value.get("fsdp_sharding_strategy")):
+                stage = 2
+            if number(size := mapping(key, value.get("tensor_parallel")).get("autotp_size")) > 1:
+                why = "engine.ulysses_sequence_parallel_size splits rows"
+                moved.lack(key, f"its autotp_size={size} splits matrices; {why}")
+        if stage < 3:  # every rank keeps a step's parameters
+            moved.put("engine.reshard_after_forward", not moved.is_on(key))
 
 
 def _offloads(value: Any) -> bool:
@@ -196,6 +199,8 @@ def _read_optimizer(moved: Moved) -> None:
     module, name = _OPTIMIZERS[given]
     if name != "AdamW":
         moved.put("optim.optimizer", name)
+    if name == "Muon":
+        moved.differ("Muon scales steps by 0.2·√(longer side); axolotl's over FSDP by √(rows / columns)")
     if name == "AdamW8bit":
         there = "those of embeddings too, which bitsandbytes keeps in 32 bits; nothing is paged"
         there = "in torchao's blocks where rows are multiples of 256" if given == "adamw_torch_8bit" else there

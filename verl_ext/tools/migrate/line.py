@@ -136,6 +136,7 @@ class Moved:
         self.trainer, self.values, self.ranks, self.folders = trainer, dict(values), ranks, folders
         self.words: dict[str, Any] = {}
         self.problems: list[str] = []  # of the trainer's checks
+        self.other: str | None = None  # the command of a configuration that trains nothing
         self._asked: set[str] = set()
         self._read: list[str] = []
         self._lacks: dict[str, list[str]] = {}
@@ -143,6 +144,7 @@ class Moved:
         self._other: list[str] = []
         self._unknown: list[str] = []
         self._differences: list[str] = []
+        self._work = ""
 
     def take(self, known: Mapping[str, Rule]) -> None:
         """Translate each key by its rule; name the keys without one."""
@@ -166,6 +168,10 @@ class Moved:
     def put(self, key: str, value: Any) -> None:
         """Give one of our keys a value."""
         self.words[key] = value
+
+    def become(self, line: str, what: str) -> None:
+        """Stand for another command than a training."""
+        self.other, self._work = line, what
 
     def lack(self, key: str, why: str) -> None:
         """Say that a key has no equivalent."""
@@ -224,6 +230,8 @@ class Moved:
 
     def comments(self) -> Iterator[str]:
         """Yield the comment lines."""
+        if self.other is not None:
+            yield f"no training: {self._work}"
         yield self.summary
         for key, reasons in self._lacks.items():
             yield f"no equivalent: {key}={spell(self.values.get(key))}: {'; '.join(reasons)}"
@@ -239,7 +247,7 @@ class Moved:
 
     def command(self) -> str:
         """Return the command and its comments, as a shell script has them."""
-        words = " \\\n    ".join([self._start, *map(shell_word, self.overrides())])
+        words = self.other or " \\\n    ".join([self._start, *map(shell_word, self.overrides())])
         return "\n".join([words, *(f"# {line}" for line in self.comments())])
 
     def recipe(self, name: str) -> str:

@@ -22,7 +22,7 @@ KEYS: dict[str, Rule] = {
         "stage finetuning_type dataset dataset_dir eval_dataset max_samples cutoff_len lora_rank lora_alpha "
         "lora_target packing neat_packing template train_on_prompt cp_size context_parallel_size loraplus_lr_ratio "
         "use_kt kt_config use_muon use_swanlab use_packed_sequences pref_loss pref_beta pref_ftx simpo_gamma ld_alpha "
-        "dpo_label_smoothing kto_chosen_weight kto_rejected_weight",
+        "rope_scaling dpo_label_smoothing kto_chosen_weight kto_rejected_weight",
     ),
     **rules(
         FREE,
@@ -41,12 +41,12 @@ KEYS: dict[str, Rule] = {
     "adapter_name_or_path": to("model.lora_adapter_path"),
     "pure_bf16": to("engine.model_dtype", {"true": "bf16", "false": None}),
     "disable_gradient_checkpointing": to("model.enable_gradient_checkpointing", {"true": False, "false": None}),
+    "use_dft_loss": hf_trainer.DFT,
     "mask_history": to("turns", {"true": "last", "false": None}),
     "enable_thinking": to("apply_chat_template_kwargs.enable_thinking"),
     "swanlab_project": to("trainer.project_name"),
     "swanlab_run_name": to("trainer.experiment_name"),
     "ref_model": to("reference.path"),
-    "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     "freeze_language_model": lacking("the text model is what is trained"),
     "val_size": hf_trainer.HELD_OUT,
     "add_tokens": hf_trainer.TOKENS,
@@ -57,7 +57,7 @@ KEYS: dict[str, Rule] = {
         "new_special_tokens_config init_special_tokens",
     ),
     **rules(hf_trainer.QUANTIZED, "quantization_bit quantization_device_map"),
-    **rules(_LOSS, "use_asft_loss asft_alpha use_dft_loss use_eaft_loss eaft_alpha"),
+    **rules(_LOSS, "use_asft_loss asft_alpha use_eaft_loss eaft_alpha"),
     **rules(
         hf_trainer.UNSHARDED,
         "use_galore galore_layerwise galore_target galore_rank galore_scale use_apollo apollo_layerwise "
@@ -72,9 +72,8 @@ KEYS: dict[str, Rule] = {
     "ref_model_adapters": lacking("the reference is one folder: merge its adapters"),
     "pref_bco_weight": lacking("loss is one loss, without a second one of single answers", "0", "0.0"),
     **rules(lacking("layers are neither added nor replaced"), "use_llama_pro mixture_of_depths"),
-    "freeze_trainable_modules": lacking("model.freeze names what is not trained", "all"),
+    **rules(READ, "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules"),
     "cp_mode": _ULYSSES,
-    "freeze_trainable_layers": lacking("model.freeze names what is not trained"),
     "shift_attn": lacking("attention is over the whole document"),
     "create_new_adapter": lacking("adapters go on from those of model.lora_adapter_path"),
     "mix_strategy": lacking("data.mixture has the shares of categories", "concat"),
@@ -117,6 +116,7 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
         )
     # What is trained.
     sources.differ_by_model(moved, "model_name_or_path")
+    sources.put_rope(moved, moved.get("cutoff_len", default=2048))
     if kind == "lora":
         rank = moved.get("lora_rank", default=8)
         alpha = moved.get("lora_alpha", default=int(number(rank, 8) * 2))
@@ -125,7 +125,10 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
             moved.put("optim.lr_of", {"lora_B": ratio})
     elif moved.words.pop("model.lora_adapter_path", None):
         moved.lack("adapter_name_or_path", "it is not merged into the model: model.path names one with it")
-    if kind not in ("lora", "full"):
+    if kind == "freeze":
+        own = {name: moved.get(name) for name in ("freeze_trainable_layers", *_FROZEN)}
+        _put_frozen(moved, "finetuning_type", own)
+    elif kind not in ("lora", "full"):
         moved.lack("finetuning_type", "all parameters are trained, or adapters; model.freeze leaves some out")
     _read_experts(moved)
     hf_trainer.put_split(moved, moved.get("cp_size", "context_parallel_size", default=1))
@@ -140,8 +143,8 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
     if moved.is_on("use_swanlab"):
         moved.put("trainer.logger", [*moved.words.get("trainer.logger", ["console", "file"]), "swanlab"])
     # What is learnt.
-    if moved.is_on("train_on_prompt"):
-        moved.lack("train_on_prompt", "prompts are not learnt; category by category, text records are learnt whole")
+    if moved.is_on("train_on_prompt") and stage == "sft":
+        moved.put("prompts", "learn")
     _differ_by_template(moved)
     hf_trainer.differ_by_tokens(moved, "as the mean of all rows with noise")
     if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.get("stage") != "pt":
@@ -166,6 +169,23 @@ def _put_preferences(moved: Moved, stage: str) -> None:
     if name == "orpo" or is_on(likelihood):
         options |= {"nll_mode": "sequence"}
     preferences.put_loss(moved, "pref_loss", name, options)
+
+
+_FROZEN = ("freeze_trainable_modules", "freeze_extra_modules")
+
+
+def _put_frozen(moved: Moved, key: str, options: Mapping[str, Any]) -> None:
+    """Train some first or last layers, or their modules, and named ones."""
+    count = int(number(options.get("freeze_trainable_layers"), 2.0))
+    modules, extra = (split_names(options.get(name)) for name in _FROZEN)
+    layers = range(-1, -count - 1, -1) if count > 0 else range(-count)
+    within = [""] if modules in ([], ["all"]) else [f".{module}" for module in modules]
+    moved.put(
+        "model.freeze",
+        [*(f"!layers.{layer}{module}" for layer in layers for module in within), *(f"!{name}" for name in extra)],
+    )
+    if moved.is_on("use_llama_pro"):
+        moved.lack("use_llama_pro", "layers are neither added nor replaced")
 
 
 def _read_experts(moved: Moved) -> None:
@@ -307,8 +327,10 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
         moved.words |= {ours: peft[theirs] for theirs, ours in _PEFT.items() if is_on(peft.get(theirs))}
         known = (*_PEFT, "name", "r", "lora_alpha", "target_modules", "export_dir")
         moved.lack_others("peft_config", "adapters have no", peft, known)
+    elif peft.get("name") == "freeze":
+        _put_frozen(moved, "peft_config", peft)
     elif peft:
-        moved.lack("peft_config", "adapters are LoRA's; model.freeze names what is not trained")
+        moved.lack("peft_config", "adapters are LoRA's")
     if mapping("quant_config", moved.get("quant_config")):
         moved.lack("quant_config", hf_trainer.QUANTIZED.lacks)
     if optim := mapping("optim_config", moved.get("optim_config")):

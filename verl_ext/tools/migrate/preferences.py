@@ -10,7 +10,7 @@ LOSSES = {
     "sigmoid": "dpo",
     "sigmoid_norm": "dpo_norm",
     "apo_zero_unpaired": "apo_zero",
-    **{name: name for name in ("dpo", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "orpo", "kto")},
+    **{name: name for name in ("dpo", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo", "kto")},
 }
 REWARDS = ("rm", "ppo", "grpo", "gdpo", "gkd", "ebft")  # what is no loss of given answers
 ELSEWHERE = "verl's own trainers have PPO and GRPO; reward models are not trained"
@@ -45,11 +45,15 @@ def read_loss(
     if len(forms) > 1:
         moved.lack(loss_key, f"loss is one of {', '.join(sorted({*LOSSES.values()}))}, without sums of several")
     name = forms[0] if len(forms) == 1 and family in ("dpo", "cpo", "kto") else family
+    if family == "cpo" and name != "simpo":
+        name = "cpo" if name in ("sigmoid", "cpo") else f"cpo of {name}"
     options = {"beta": moved.get("beta", default=betas.get(family, 0.1))}
     if name == "kto":
         options |= {side: moved.get(side) for side in ("desirable_weight", "undesirable_weight")}
     elif name == "simpo":
         options |= {"margin": moved.get("simpo_gamma"), "nll_weight": moved.get("cpo_alpha", default=1.0)}
+    elif name == "cpo":
+        options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get("cpo_alpha")}
     elif name != "orpo":
         options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get(likelihood)}
         if (tail := moved.get("ld_alpha")) is not None:

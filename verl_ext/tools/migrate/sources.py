@@ -75,6 +75,18 @@ def differ_by_model(moved: Moved, key: str) -> None:
         moved.differ(f"{name} reads more than texts: a record with images is refused here; media=drop keeps its text")
 
 
+def put_rope(moved: Moved, length: Any) -> None:
+    """Translate a rotary scaling: a dict, or a type that reaches a length."""
+    scaling = moved.get("rope_scaling")
+    if isinstance(scaling, Mapping):
+        moved.put("model.override_config", {"rope_scaling": dict(scaling)})
+    elif scaling in ("linear", "dynamic", "yarn") and length is not None:
+        reached = {"max_position_embeddings": length, "rope_parameters": {"rope_type": scaling}}
+        moved.put("model.override_config", reached)
+    elif is_on(scaling):
+        moved.lack("rope_scaling", "model.override_config={rope_parameters: {…}} has the factor, as in config.json")
+
+
 def hub(name: str, subset: Any = None, split: Any = None) -> str:
     """Return a Hub dataset's address as a source."""
     parts = [f"hf://datasets/{name}", *([str(subset)] if is_on(subset) else [])]

@@ -1,7 +1,9 @@
 """ms-swift: the command `swift sft` or `swift pt`, or a script with it."""
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from verl_ext.options import UsageError
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
@@ -21,7 +23,22 @@ from verl_ext.tools.migrate.line import (
 from verl_ext.tools.migrate.reading import IMAGE_SETTINGS
 
 NAME = "ms-swift"
-_CLASSIFIES = lacking("language models are trained, no classifier, embedding or reranker")
+_CACHED = ("cached_dataset", "cached_val_dataset")
+CLASSIFIES = "language models are trained, no classifier, embedding or reranker"
+# ms-swift's weights of an agent's turns: of what a pattern matches, or of a key and of the text after it
+_SCALES: dict[str, dict[str, tuple[float, ...]]] = {
+    "hermes": {r"<tool_call>[\s\S]+?</tool_call>": (2.0,)},
+    "react": {
+        **dict.fromkeys(("Action:", "Action Input:"), (2.0, 2.0)),
+        **dict.fromkeys(("Thought:", "Final Answer:"), (1.0, 1.0)),
+        "Observation:": (2.0, 0.0),
+    },
+    "qwen": {
+        **dict.fromkeys(("✿FUNCTION✿:", "✿ARGS✿:"), (2.0, 2.0)),
+        "✿RETURN✿:": (1.0, 1.0),
+        "✿RESULT✿:": (2.0, 0.0),
+    },
+}
 
 KEYS: dict[str, Rule] = {
     **hf_trainer.KEYS,
@@ -32,12 +49,13 @@ KEYS: dict[str, Rule] = {
         "target_modules packing max_length packing_length truncation_strategy loss_scale sequence_parallel_size "
         "template agent_template use_hf use_chat_template task_type adapters early_stop_interval columns max_epochs "
         "dataset_shuffle train_dataloader_shuffle model_author model_name optimizer rlhf_type beta label_smoothing "
-        "rpo_alpha ld_alpha loss_type cpo_alpha simpo_gamma desirable_weight undesirable_weight ref_model",
+        "rpo_alpha ld_alpha loss_type cpo_alpha simpo_gamma desirable_weight undesirable_weight ref_model "
+        "rope_scaling max_model_len",
     ),
     **rules(
         FREE,
         "padding_free streaming enable_channel_loss torch_dtype load_from_cache_file ref_model_type "
-        "freeze_vit freeze_aligner attn_impl lazy_tokenize create_checkpoint_symlink max_model_len use_logits_to_keep "
+        "freeze_vit freeze_aligner attn_impl lazy_tokenize create_checkpoint_symlink use_logits_to_keep "
         "packing_num_proc shuffle_buffer_size model_type vit_gradient_checkpointing acc_strategy add_version "
         "check_model strict device_map max_new_tokens temperature top_p bnb_4bit_quant_type bnb_4bit_use_double_quant "
         "bnb_4bit_quant_storage tuner_backend device_groups use_galore_per_layer mixed_precision_policy",
@@ -49,11 +67,10 @@ KEYS: dict[str, Rule] = {
     "new_special_tokens": hf_trainer.SPECIAL_TOKENS,
     **hf_trainer.GROUPS,
     **dict.fromkeys(IMAGE_SETTINGS, hf_trainer.IMAGES),
-    "rope_scaling": lacking("model.override_config={rope_parameters: {…}} has the factor, as in config.json"),
     "use_ray": differing("`verl-ext launch-ray` trains on Ray's nodes"),
     "add_non_thinking_prefix": differing("the chat template decides whether a reply has an empty thinking block"),
     **rules(hf_trainer.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
-    **rules(_CLASSIFIES, "num_labels problem_type"),
+    **rules(lacking(CLASSIFIES), "num_labels problem_type"),
     **rules(
         hf_trainer.UNSHARDED,
         "use_galore galore_quantization galore_optim_per_parameter galore_rank lisa_activated_layers",
@@ -66,7 +83,7 @@ KEYS: dict[str, Rule] = {
         "init_weights lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale "
         "lora_ga_stable_gamma llamapro_num_new_blocks reft_intervention_type",
     ),
-    **rules(lacking("a loss of the prediction; loss.custom_cls has coefficients by token"), "enable_dft_loss"),
+    "enable_dft_loss": hf_trainer.DFT,
     "response_prefix": lacking("no text of one's own begins a reply"),
     **rules(
         lacking("trainer.hooks, loss.custom_cls and data.custom_cls take Python"),
@@ -83,10 +100,15 @@ KEYS: dict[str, Rule] = {
 def read_swift(moved: Moved, folder: Path) -> None:
     """Translate the command's flags."""
     moved.take(KEYS)
-    kind = str(moved.get("tuner_type", "train_type", default="lora"))
+    read_swift_keys(moved, "lora")
+
+
+def read_swift_keys(moved: Moved, usual: str) -> None:
+    """Translate the keys that need each other; `usual`: what is trained without a word."""
+    kind = str(moved.get("tuner_type", "train_type", default=usual))
     trains_texts = moved.get("use_chat_template") is False
     if (task := str(moved.get("task_type", default="causal_lm"))) != "causal_lm":
-        raise UsageError(f"task_type must be causal_lm: {_CLASSIFIES.lacks}; got {task}")
+        raise UsageError(f"task_type must be causal_lm: {CLASSIFIES}; got {task}")
     if (family := str(moved.get("rlhf_type", default=""))) in preferences.REWARDS:
         raise UsageError(f"rlhf_type must be a loss of given answers; got {family}: {preferences.ELSEWHERE}")
     _read_data(moved)
@@ -105,6 +127,7 @@ def read_swift(moved: Moved, folder: Path) -> None:
         moved.lack("loss_type", "loss.mode names the mean; a loss of one's own is loss.custom_cls")
     # What is trained.
     sources.differ_by_model(moved, "model")
+    sources.put_rope(moved, moved.get("max_model_len"))
     if kind in ("lora", "lora_llm"):
         rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
         hf_trainer.put_lora(moved, rank, alpha, moved.get("target_modules"), 0.05)
@@ -133,9 +156,14 @@ def read_swift(moved: Moved, folder: Path) -> None:
     scale = str(moved.get("loss_scale", default="default"))
     if "last_round" in scale:
         moved.put("turns", "last")
-    other = {*re.split(r"[+,]", scale)} - {"default", "last_round", "ignore_empty_think", "none"}
-    if other and not trains_texts:
-        moved.lack("loss_scale", "assistant turns are learnt, each token with the weight of its record")
+    parts = re.split(r"[+,]", scale)
+    if "all" in parts and not trains_texts:
+        moved.put("prompts", "learn")
+    for name in [part for part in parts if part in _SCALES]:
+        moved.put("weights", {**moved.words.get("weights", {}), **_patterns(_SCALES[name])})
+        moved.differ(f"loss_scale={name}: a step's loss is divided by the sum of the weights here, there by the tokens")
+    if {*parts} - {"default", "last_round", "ignore_empty_think", "none", "all", *_SCALES} and not trains_texts:
+        moved.lack("loss_scale", "weights has factors by patterns of the assistant's turns")
     if "ignore_empty_think" not in scale and not trains_texts:
         moved.differ("an empty thinking block is learnt there: empty_reasoning=learn learns it here")
     if moved.is_on("template"):
@@ -144,8 +172,8 @@ def read_swift(moved: Moved, folder: Path) -> None:
             "chat_template=NAME of a folder chat_templates=FOLDER"
         )
     hf_trainer.differ_by_tokens(moved, "as transformers draws them around the mean of all")
-    if any(token.endswith(".txt") for token in moved.words.get("model.new_special_tokens", ())):
-        moved.lack("new_special_tokens", "a file of tokens is not read: name its lines")
+    if tokens := moved.words.get("model.new_special_tokens"):
+        moved.put("model.new_special_tokens", [each for token in tokens for each in _tokens_of(moved, token)])
     if moved.is_on("agent_template"):
         moved.differ(
             f"agent_template={moved.get('agent_template')}: the chat template of the tokenizer prints tools here"
@@ -168,6 +196,7 @@ def _read_data(moved: Moved) -> None:
             name, *subset = [path] if is_file else path.split(":")
             if "self-cognition" in name:
                 _fill_in(moved, key, name, *subset)
+                subset = []
             category = sources.put_source(moved, node, name, path if is_file else sources.hub(name, *subset[:1]))
             if not is_file and not is_of_hub and not source.lower().startswith("hf::"):
                 moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
@@ -184,14 +213,57 @@ def _read_data(moved: Moved) -> None:
         moved.put("data.balance", "none")
     elif moved.get("train_dataloader_shuffle") is False:
         moved.differ("train_dataloader_shuffle=false: one order serves all epochs there; here each draws its own")
-    for key in ("cached_dataset", "cached_val_dataset"):
+    for key in _CACHED:
         if moved.is_on(key):
             moved.lack(key, "tokens that ms-swift wrote are not read: give the raw files")
 
 
+def _patterns(scale: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
+    """Return weights by patterns: of a key, and of the text after it."""
+    keys, found = "|".join(map(re.escape, scale)), dict[str, float]()
+    for key, (own, *after) in scale.items():
+        text = rf"[\s\S]*?(?={keys}|\Z)"
+        named = {key: own} if not after else {re.escape(key): own, rf"(?<={re.escape(key)}){text}": after[0]}
+        found |= {pattern: weight for pattern, weight in named.items() if weight != 1}
+    return found
+
+
+def _tokens_of(moved: Moved, token: str) -> list[str]:
+    """Return a token, or those of a file's lines."""
+    if not token.endswith(".txt"):
+        return [token]
+    path = next((each for root in moved.folders if (each := root / token).is_file()), None)
+    if path is None:
+        moved.lack("new_special_tokens", f"{token} is not here: name its lines")
+        return []
+    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def take_cached(values: dict[str, Any], exports: Sequence[Mapping[str, Any]]) -> None:
+    """Give a training the raw data of tokens that `swift export` writes."""
+    for export in exports:
+        folder = _folder(export.get("output_dir"))
+        read = [_folder(each) for key in _CACHED for each in listed(values.get(key))]
+        if export.get("to_cached_dataset") and any(
+            each == folder or each.rpartition("/")[0] == folder for each in read
+        ):
+            for key in _CACHED:
+                values.pop(key, None)
+            own = ("dataset", "val_dataset", "split_dataset_ratio", "max_length", "truncation_strategy", "loss_scale")
+            for key in (*own, "use_chat_template", "columns", "system"):
+                if key in export:
+                    values.setdefault(key, export[key])
+
+
+def _folder(place: Any) -> str:
+    return str(place).removeprefix("./").rstrip("/")
+
+
 def _fill_in(moved: Moved, key: str, name: str, form: str = "") -> None:
     """Name what ms-swift writes for {{NAME}} and {{AUTHOR}} of its own data set, if anything."""
-    if form:
+    if form == "empty_think" and re.match(r"(Qwen/)?Qwen3-\d", str(moved.get("model"))):
+        moved.differ(f"{name}:{form}: Qwen3's chat template prints the empty thinking block of its answers")
+    elif form:
         moved.lack(key, f"{name}:{form} is made by ms-swift's code")
     for field, option in (("{{NAME}}", "model_name"), ("{{AUTHOR}}", "model_author")):
         texts = listed(moved.get(option))

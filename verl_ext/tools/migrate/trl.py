@@ -66,6 +66,8 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
         moved.differ("packing_strategy=wrapped lets documents attend to each other there; never here")
     if family != "sft":
         preferences.read_loss(moved, "", "loss_type", "", {}, family)
+    elif moved.get("loss_type") == "dft":
+        moved.put("loss.by_probability", True)
     elif moved.get("loss_type", default="nll") not in ("nll", "chunked_nll"):
         moved.lack("loss_type", "a loss of the prediction; loss.custom_cls has coefficients by token")
     # What is trained.
@@ -85,11 +87,11 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
     # What is learnt.
     if family == "sft" and not moved.is_on("assistant_only_loss"):
         moved.differ(
-            "without assistant_only_loss every token of a chat is learnt there; here the assistant's turns are, "
-            "and of a text every token"
+            "without assistant_only_loss every token of a chat is learnt there, of a prompt's completion that alone; "
+            "here the assistant's turns are, and of a text every token: prompts=learn learns a whole chat"
         )
     if moved.get("completion_only_loss") is False:
-        moved.lack("completion_only_loss", "prompts are not learnt; text records are learnt whole")
+        moved.put("prompts", "learn")
 
 
 def _read_data(moved: Moved) -> None:

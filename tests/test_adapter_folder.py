@@ -1,0 +1,112 @@
+"""`verl-ext export` merges adapter folders of PEFT that other trainers wrote, and refuses those that do not fit."""
+
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny_model import VOCABULARY, write_tiny_model
+from verl_ext.__main__ import main
+
+ROWS = VOCABULARY + 12
+KINDS = {
+    "plain": {"target_modules": "all-linear"},
+    "dora": {"target_modules": ["q_proj"], "use_dora": True, "modules_to_save": ["embed_tokens"]},
+    "new tokens": {"target_modules": ["q_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("base"))
+
+
+def adapted(base, folder, name):
+    """Write an adapter folder; return its model."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if name == "new tokens":
+        model.resize_token_embeddings(ROWS)
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        tokenizer.add_tokens([f"new{number}" for number in range(12)])
+        tokenizer.save_pretrained(folder)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **KINDS[name]))
+    torch.manual_seed(1)
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name or "modules_to_save" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_merged_folder_computes_what_peft_computes_with_its_tokenizer(name, base, tmp_path):
+    model = adapted(base, tmp_path / "adapter", name)
+    given = [f"base={base}"] if name == "plain" else []  # else that of adapter_config.json
+    assert main(["export", f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged", *given]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    ids = torch.arange(merged.config.vocab_size)[None, -40:]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+        plain = AutoModelForCausalLM.from_pretrained(base).eval()
+        assert not torch.allclose(plain(ids[:, :9]).logits, model(ids[:, :9]).logits[..., :VOCABULARY], atol=1e-2)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert len(tokenizer) == (ROWS if name == "new tokens" else VOCABULARY)
+    assert tokenizer.chat_template
+
+
+def test_the_weights_have_the_type_that_is_asked_for(base, tmp_path):
+    adapted(base, tmp_path / "adapter", "plain")
+    words = [f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged", "dtype=bfloat16"]
+    assert main(["export", *words]) == 0
+    assert {tensor.dtype for tensor in load_file(tmp_path / "merged/model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("is_more", [False, True])
+def test_an_adapter_that_lacks_a_tensor_or_has_one_of_no_layer_is_refused(is_more, base, tmp_path, capsys):
+    adapted(base, tmp_path / "adapter", "plain")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = load_file(file)
+    first = sorted(tensors)[0]
+    if is_more:
+        tensors[first.replace("layers.0", "layers.7")] = tensors[first].clone()
+    else:
+        del tensors[first]
+    save_file(tensors, file)
+    assert main(["export", f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged"]) == 1
+    what = "layers.7.*is of no layer" if is_more else f"{re.escape(first)} is missing"
+    assert re.search(f"error: checkpoint must hold adapters that PEFT merges into .*{what}", capsys.readouterr().err)
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["form=adapter"], "form must be merged for .*; got adapter"),
+        (["push_to=o/n"], "push_to must be null for adapters .*; got o/n"),
+        (["license=mit"], "license must be null for adapters .*; got mit"),
+        ([], "base is required for .*names no base_model_name_or_path"),
+    ],
+)
+def test_options_of_a_run_of_ones_own_are_refused_for_an_adapter_folder(words, line, base, tmp_path, capsys):
+    adapted(base, tmp_path / "adapter", "plain")
+    if not words:
+        (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    assert main(["export", f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged", *words]) == 2
+    assert re.search(line, capsys.readouterr().err)
+
+
+def test_a_base_that_is_not_there_is_named(base, tmp_path, capsys):
+    adapted(base, tmp_path / "adapter", "plain")
+    words = [f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged", f"base={tmp_path}/gone"]
+    assert main(["export", *words]) == 1
+    assert re.search(f"PEFT merges into {tmp_path}/gone: ", capsys.readouterr().err)
+
+
+def test_a_checkpoint_of_adapters_whose_config_lies_in_it_too_is_no_such_folder(base, tmp_path, capsys):
+    adapted(base, tmp_path / "adapter", "plain")
+    (tmp_path / "adapter/adapter_model.safetensors").unlink()
+    assert main(["export", f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged"]) == 1
+    assert "checkpoint must be whole" in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""`loss.by_probability` (DFT) is Σ a·p·ℓ / Z with p outside the gradient, on every layout and with every head."""
+
+import pytest
+import torch
+
+from tests.ranks import in_turn, run_ranks
+from tests.reference import documents_of_answers, load_eager, pack_row
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossOptions, LossSpec, PreferenceOptions
+from verl_ext.metrics import StepSums
+from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.loss import ProbabilityLoss, StepLoss
+from verl_ext.trainer.objective import Objective
+
+pytestmark = pytest.mark.slow
+
+DOCUMENTS = documents_of_answers(9, 14, 6, 11)
+LAYOUTS = [(1, 1), (2, 1), (2, 2)]  # (ranks, ranks that share a pack)
+HEADS = ("fused", "targets", "plain")
+
+
+def _steps(model: str, sequence_parallel: int):
+    from tests.packed_engine import build_worker, train_step
+
+    engine = build_worker(model, sequence_parallel).engine
+    packs = [pack_row(DOCUMENTS[:2]), pack_row(DOCUMENTS[2:])]
+    collate = StepCollator(LossSpec(), CategoryTable((), ()))
+    objective = Objective(LossOptions(by_probability=True))
+    return {head: train_step(engine, packs, collate, 1, head, objective)
+            for head in HEADS}  # fmt: skip
+
+
+def _expected(model: str):
+    """Return the loss and the gradients of the formula, one document at a time."""
+    plain = load_eager(model)
+    total, targets = torch.zeros(()), sum(document.targets for document in DOCUMENTS)
+    for document in DOCUMENTS:
+        ids = torch.tensor([document.input_ids])
+        log_probs = plain(ids).logits[0, :-1].float().log_softmax(-1)
+        nll = -log_probs.gather(-1, ids[0, 1:, None])[:, 0]
+        mask = torch.tensor(document.loss_mask[1:])
+        total = total + (mask * nll * (-nll).exp().detach()).sum() / targets
+    total.backward()
+    return float(total), {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_is_the_formula_by_whole_documents(layout, tiny_model):
+    ranks, shared = layout
+    (found,) = run_ranks(in_turn, ranks, [(_steps, str(tiny_model), shared)])[0]
+    loss, gradients = _expected(str(tiny_model))
+    for head in HEADS:
+        assert found[head].report["train/loss"] == pytest.approx(loss, rel=1e-5)
+        for name, gradient in gradients.items():
+            error = (found[head].gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-3)
+            assert error < 1e-4, (head, name)
+
+
+def test_validation_is_of_likelihoods_and_preferences_have_no_probabilities():
+    objective = Objective(LossOptions(by_probability=True))
+    assert type(objective.loss_of_parts(StepSums.zeros(1, "cpu"))) is StepLoss
+    assert isinstance(objective.loss([1.0], 1), ProbabilityLoss)
+    with pytest.raises(ValueError, match=r"^loss\.by_probability must be false with loss\.mode=dpo.*; got true"):
+        PreferenceOptions("dpo", by_probability=True)

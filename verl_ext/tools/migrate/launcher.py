@@ -1,0 +1,58 @@
+"""accelerate: its file of ranks, sharding and precision.
+
+It stands alone, or in `accelerate launch --config_file FILE …` before a trainer.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_ext.tools.migrate import hf_trainer
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, differing, mapping, number, rules, shell_word, to
+from verl_ext.tools.migrate.reading import read_yaml
+
+NAME = "accelerate"
+
+KEYS: dict[str, Rule] = {
+    **rules(
+        FREE,
+        "compute_environment debug distributed_type downcast_bf16 machine_rank main_training_function rdzv_backend "
+        "same_network tpu_env tpu_use_cluster tpu_use_sudo use_cpu gpu_ids enable_cpu_affinity",
+    ),
+    **rules(READ, "num_processes fsdp_config deepspeed_config parallelism_config"),
+    **rules(differing("`verl-ext launch` on each node", "1"), "num_machines main_process_ip main_process_port"),
+    "mixed_precision": to("engine.mixed_precision.param_dtype", {"bf16": None, "no": None, "false": None, "fp8": None}),
+}
+
+
+def read_launcher(moved: Moved, folder: Path) -> None:
+    """Translate the file alone: words for the command of a training."""
+    moved.take(KEYS)
+    moved.ranks = moved.ranks or int(number(moved.get("num_processes"))) or None
+    groups = _groups(moved.values)
+    hf_trainer.put_split(moved, max((groups.get(name, 1) for name in ("sp_size", "cp_size")), key=number))
+    hf_trainer.read_sharding(moved, ("deepspeed_config", "fsdp_config"))
+    words = [f"nproc={moved.ranks}"] * bool(moved.ranks) + [shell_word(word) for word in moved.overrides()]
+    moved.become(" ".join(["verl-ext train", *words]), "words for the command of a training, whose file is another one")
+
+
+def launched_by(words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Return the keys of a command's `--config_file`, by the Trainer's names."""
+    flags = [number for number, word in enumerate(words) if word.partition("=")[0] == "--config_file"]
+    if not flags:
+        return {}
+    name = words[flags[0]].partition("=")[2] or next(iter(words[flags[0] + 1 :]), "")
+    path = next((each for root in (Path(), folder, *folder.resolve().parents) if (each := root / name).is_file()), None)
+    if path is None:
+        print(f"note: {name} of --config_file is not here: its ranks and its sharding are not read", file=sys.stderr)
+        return {}
+    values = read_yaml(path)
+    found = {"ranks": values.get("num_processes"), "deepspeed": values.get("deepspeed_config")}
+    found |= {"fsdp_config": values.get("fsdp_config"), "parallelism_config": _groups(values)}
+    return {key: value for key, value in found.items() if value}
+
+
+def _groups(values: Any) -> dict[str, Any]:
+    given = mapping("parallelism_config", values.get("parallelism_config"))
+    return {key.removeprefix("parallelism_config_"): size for key, size in given.items()}

@@ -1,0 +1,101 @@
+"""ms-swift's Megatron engine: `megatron sft`, `pt` and `rlhf`, by the names of `swift sft`."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from verl_ext.tools.migrate import hf_trainer, swift
+from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, differing, is_on, lacking, listed, number, rules, to
+
+_NAMES = {  # {a key here: that of `swift sft`}
+    "lr": "learning_rate",
+    "lr_decay_style": "lr_scheduler_type",
+    "lr_warmup_fraction": "warmup_ratio",
+    "lr_warmup_iters": "warmup_steps",
+    "train_iters": "max_steps",
+    "micro_batch_size": "per_device_train_batch_size",
+    "context_parallel_size": "sequence_parallel_size",
+    "moe_aux_loss_coeff": "router_aux_loss_coef",
+    "modules_to_save": "modules_to_save",
+    "target_modules": "target_modules",
+}
+_STEPS = "gradient_accumulation_steps"
+_SCHEDULES = {"wsd": "warmup_stable_decay"}
+_MODULES = {  # {Megatron's modules: transformers'}
+    "word_embeddings": ("embed_tokens",),
+    "output_layer": ("lm_head",),
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+KEYS: dict[str, Rule] = {
+    **{key: rule for key, rule in swift.KEYS.items() if key not in (*_NAMES.values(), _STEPS)},
+    **rules(READ, f"{' '.join(_NAMES)} global_batch_size min_lr recompute_granularity"),
+    **rules(
+        FREE,
+        "cross_entropy_loss_fusion cross_entropy_fusion_impl sequence_parallel recompute_method recompute_num_layers "
+        "recompute_modules save_safetensors finetune no_save_optim no_save_rng attention_backend moe_grouped_gemm "
+        "moe_shared_expert_overlap moe_permute_fusion moe_token_dispatcher_type moe_router_dtype merge_lora "
+        "gradient_accumulation_fusion masked_softmax_fusion use_precision_aware_optimizer overlap_param_gather "
+        "overlap_grad_reduce use_distributed_optimizer eval_iters decoder_first_pipeline_num_layers "
+        "decoder_last_pipeline_num_layers linear_decoupled_in_proj bias_activation_fusion apply_rope_fusion "
+        "expert_tensor_parallel_size no_load_optim no_load_rng tensorboard_dir distributed_timeout_minutes",
+    ),
+    "clip_grad": to("optim.clip_grad"),
+    "adam_eps": to("optim.override_optimizer_config.eps"),
+    "lr_wsd_decay_style": to("optim.lr_wsd_decay_style"),
+    "lr_wsd_decay_iters": to("optim.lr_wsd_decay_steps"),
+    "optimizer_cpu_offload": to("engine.offload_policy", {"false": None}),
+    "optimizer_offload_fraction": differing("the whole state is in the memory of the host", "1", "1.0"),
+    **rules(differing("moments are fp32"), "exp_avg_dtype exp_avg_sq_dtype main_params_dtype"),
+    **rules(hf_trainer.FP8, "fp8_recipe fp8_format fp8_param_gather"),
+    "moe_expert_capacity_factor": lacking("every token reaches its experts"),
+    "mtp_num_layers": lacking("the next token alone is learnt"),
+}
+
+
+def read_megatron(moved: Moved, folder: Path) -> None:
+    """Translate the command's flags."""
+    moved.take(KEYS)
+    values, known = moved.values, dict(moved.values)
+    # For a while the values stand under the names of `swift sft`.
+    for theirs, name in _NAMES.items():
+        if (value := moved.get(theirs)) is not None:
+            values[name] = _renamed(moved, theirs, value)
+    # A step counts the rows of all ranks there too.
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    group = math.prod(max(int(number(moved.get(name, default=1), 1.0)), 1) for name in sizes)
+    ranks, moved.ranks = moved.ranks, moved.ranks or group
+    rows = int(number(moved.get("global_batch_size", default=16), 16.0))
+    micro = max(int(number(moved.get("micro_batch_size", default=1), 1.0)), 1)
+    values[_STEPS] = max(rows // (micro * max(moved.ranks // group, 1)), 1)
+    if str(moved.get("recompute_granularity", default="selective")) == "none":
+        values["gradient_checkpointing"] = False
+    swift.read_swift_keys(moved, "full")
+    moved.ranks = ranks
+    moved.put("data.train_batch_size", rows)
+    if is_on(least := moved.get("min_lr")):
+        moved.put("optim.min_lr_ratio", float(f"{number(least) / number(moved.words['optim.lr'], 1.0):.6g}"))
+    if moved.words.get("model") == "lora":
+        moved.differ(
+            "adapters of q_proj, k_proj and v_proj are apart, there of one matrix; of experts there is none here"
+        )
+    moved.restore(known, {name: theirs for theirs, name in _NAMES.items()})
+
+
+def _renamed(moved: Moved, key: str, value: Any) -> Any:
+    """Return a value as `swift sft` takes it."""
+    if key == "lr_decay_style":
+        return _SCHEDULES.get(str(value).lower(), value)
+    if key == "moe_aux_loss_coeff":
+        return listed(value)[0]
+    if key not in ("modules_to_save", "target_modules"):
+        return value
+    names = [each for name in listed(value) for each in _MODULES.get(str(name), (str(name),))]
+    if key == "modules_to_save":
+        moved.put("model.modules_to_save", names)
+    if other := [name for name in names if name.startswith(("linear_", "all-")) and name != "all-linear"]:
+        moved.lack(key, f"adapters and copies are of transformers' modules; got {', '.join(other)}")
+    return names
