@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from tests.tiny_model import write_tiny_model
 from tests.training import (
     differences,
@@ -21,10 +22,11 @@ from tests.training import (
     into,
     metrics,
     refusals,
+    resume_run,
     small_run,
     stopped_at,
     tensors_of,
-    train_each,
+    train_twice,
 )
 from verl_ext.engines import adam8bit
 from verl_ext.engines.adam8bit import block_size
@@ -131,33 +133,42 @@ def test_the_bits_are_those_of_torchao_without_the_compiler(expected):
     assert all(torch.equal(mine, its) for mine, its in zip(expected, parameters, strict=True))
 
 
+ODD = [(33, 896), (50, 100), (70, 134), (4304, 4)]
+
+
+def in_small_slices() -> list[torch.Tensor]:
+    with mock.patch.object(adam8bit, "_SLICE", 1000):  # of a block's multiples: 768
+        return after_steps(SHAPES)[0]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """Return each rank's parameters after steps, and the bytes of its state."""
+    cases = {ranks: (ranks, after_steps, SHAPES) for ranks in (1, 2, 3, 4)}
+    cases |= {("odd", ranks): (ranks, after_steps, ODD) for ranks in (1, 2, 3)}
+    return run_cases({**cases, "slices": (1, in_small_slices)})
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_steps_over_shards_have_the_bits_of_steps_on_one_process(ranks, expected):
+def test_steps_over_shards_have_the_bits_of_steps_on_one_process(ranks, expected, found):
     numbers = sum(torch.Size(shape).numel() for shape in SHAPES[:4])
-    for found, held in run_ranks(after_steps, ranks, SHAPES):
-        assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
+    for parameters, held in found[ranks]:
+        assert all(torch.equal(mine, its) for mine, its in zip(parameters, expected, strict=True))
         if ranks == 1:
             assert held == 2 * numbers + 2 * 4 * numbers // 256 + 2 * 4 * (768 + 6)
 
 
-def _in_small_slices() -> list[torch.Tensor]:
-    adam8bit._SLICE = 1000  # of a block's multiples: 768
-    return after_steps(SHAPES)[0]
+def test_a_step_is_the_same_in_slices(expected, found):
+    assert all(torch.equal(mine, its) for mine, its in zip(found["slices"][0], expected, strict=True))
 
 
-def test_a_step_is_the_same_in_slices(expected):
-    (found,) = run_ranks(_in_small_slices, 1)
-    assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
-
-
-def test_blocks_divide_rows_of_every_width_so_that_any_ranks_have_the_same_bits():
+def test_blocks_divide_rows_of_every_width_so_that_any_ranks_have_the_same_bits(found):
     rows = {256: 256, 4096: 256, 896: 224, 2880: 240, 13696: 214, 100: 100, 4304: 0, 63: 0, 8: 0, 67: 67}
     assert {width: block_size(torch.Size((4096, width))) for width in rows} == rows
     assert [block_size(torch.Size(shape)) for shape in ((8192,), (15, 256), (16, 256), (4, 4, 256))] == [0, 0, 256, 256]
-    odd = [(33, 896), (50, 100), (70, 134), (4304, 4)]
-    (one, _), *others = (run_ranks(after_steps, ranks, odd)[0] for ranks in (1, 2, 3))
-    for found, _ in others:
-        assert all(torch.equal(mine, its) for mine, its in zip(found, one, strict=True))
+    one, *others = (found["odd", ranks][0][0] for ranks in (1, 2, 3))
+    for parameters in others:
+        assert all(torch.equal(mine, its) for mine, its in zip(parameters, one, strict=True))
 
 
 def of_adamw(optimizer: str) -> list[torch.Tensor]:
@@ -178,63 +189,66 @@ def test_half_of_its_weights_stay_near_those_of_adamw_and_small_tensors_nearer()
         assert (mine - its).abs().median() < (0.1 if number < 4 else 1e-4) * moved
 
 
-@pytest.fixture
-def model(tmp_path):
-    """Write a model whose matrices have blocks of 64, 96, and 256 numbers, and some of them none."""
-    return write_tiny_model(
-        tmp_path / "model", hidden_size=96, intermediate_size=256, num_attention_heads=4, head_dim=16
-    )
+CHANGES = {
+    "of adapters": ("model.lora_rank=64", "model.modules_to_save=[lm_head]"),
+    "offloaded": ("engine.param_offload=true", "engine.optimizer_offload=true"),
+    "of fp16": ("+engine.mixed_precision={param_dtype: fp16}",),
+    "of bf16": ("engine.model_dtype=bf16",),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return the folder of runs of two ranks, resumed there and on one and four, and what a changed one told."""
+    folder = tmp_path_factory.mktemp("runs")
+    # A model whose matrices have blocks of 64, 96, and 256 numbers, and some of them none.
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 16}
+    model = write_tiny_model(folder / "model", **sizes)
+    more = (EIGHT, "optim.lr=1e-3", "trainer.total_training_steps=3", "trainer.save_freq=1")
+    small = small_run(folder, model, [30] * 8, *more)
+    run = [*small, "optim.weight_decay=0.5", "optim.decay=matrices", "optim.lr_of={layers.0: 2}"]
+    begun = {"whole": run, **{name: [*small, *change, "optim.clip_grad=0.1"] for name, change in CHANGES.items()}}
+    cases = {name: (2, train_twice, given, folder / name, folder / f"{name} resumed") for name, given in begun.items()}
+    changed = [*run, "trainer.allow_resume_mismatch=[optim.optimizer]", "optim.optimizer=AdamW"]
+    cases["alone"] = (1, resume_run, run, folder / "whole", folder / "alone", 2)
+    cases["begun"] = (2, stopped_at, folder / "whole", folder / "other", 2)
+    cases["other"] = (1, heard, fit, [*changed, into(folder / "other")])
+    told = run_cases(cases)["other"][0]
+    run_ranks(resume_run, 4, run, folder / "whole", folder / "four", 2)
+    return folder, told
 
 
 @pytest.mark.slow
-def test_a_resume_is_exact_also_of_its_state_on_another_number_of_ranks(model, tmp_path):
-    more = (EIGHT, "optim.weight_decay=0.5", "optim.decay=matrices", "optim.lr_of={layers.0: 2}", "optim.lr=1e-3")
-    run = small_run(tmp_path, model, [30] * 8, *more, "trainer.total_training_steps=3", "trainer.save_freq=1")
-    whole, resumed, alone, four = (tmp_path / name for name in ("whole", "resumed", "alone", "four"))
-    run_ranks(train_each, 2, [[*run, into(whole)]])
-    for folder, ranks, step in ((resumed, 2, 1), (alone, 1, 2), (four, 4, 2)):
-        stopped_at(whole, folder, step)
-        run_ranks(train_each, ranks, [[*run, into(folder)]])
-    assert differences(resumed, whole, 3) == []
+def test_a_resume_is_exact_also_of_its_state_on_another_number_of_ranks(runs):
+    folder, told = runs
+    whole = folder / "whole"
+    assert differences(folder / "whole resumed", whole, 3) == []
     state, last = tensors_of(whole / "global_step_2"), tensors_of(whole / "global_step_3")
     assert {tensor.dtype for name, tensor in state.items() if name.endswith("_codes")} == {torch.uint8}
-    for folder in (alone, four):
-        assert metrics(folder)[3, "train/loss"] == pytest.approx(metrics(whole)[3, "train/loss"], rel=1e-5)
-        found = tensors_of(folder / "global_step_3")
+    for again in (folder / "alone", folder / "four"):
+        assert metrics(again)[3, "train/loss"] == pytest.approx(metrics(whole)[3, "train/loss"], rel=1e-5)
+        found = tensors_of(again / "global_step_3")
         for name in last:
             if name.endswith("_codes"):  # gradients of other ranks differ in their last bits
                 assert (found[name] != last[name]).float().mean() < 1e-3
-
-    changed = [*run, "trainer.allow_resume_mismatch=[optim.optimizer]", into(stopped_at(whole, tmp_path / "other", 2))]
-    (told,) = run_ranks(heard, 1, fit, [*changed, "optim.optimizer=AdamW"])
-    assert "must hold whole tensors; they cannot be read: Missing key in checkpoint state_dict: optimizer." in told
+    must = "must hold whole tensors; they cannot be read: Missing key in checkpoint state_dict: optimizer."
+    assert must in told
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        ("model.lora_rank=64", "model.modules_to_save=[lm_head]"),
-        ("engine.param_offload=true", "engine.optimizer_offload=true"),
-        ("+engine.mixed_precision={param_dtype: fp16}",),
-        ("engine.model_dtype=bf16",),
-    ],
-)
-def test_a_run_and_its_resume_are_equal_under_other_options(change, model, tmp_path):
-    more = (EIGHT, *change, "optim.lr=1e-3", "optim.clip_grad=0.1", "trainer.total_training_steps=3")
-    run = small_run(tmp_path, model, [30] * 8, *more, "trainer.save_freq=1")
-    run_ranks(train_each, 2, [[*run, into(tmp_path / "whole")]])
-    run_ranks(train_each, 2, [[*run, into(stopped_at(tmp_path / "whole", tmp_path / "resumed", 1))]])
-    assert differences(tmp_path / "resumed", tmp_path / "whole", 3) == []
-    of_codes = [name for name in tensors_of(tmp_path / "whole" / "global_step_3") if name.endswith("_codes")]
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_and_its_resume_are_equal_under_other_options(name, runs):
+    whole = runs[0] / name
+    assert differences(runs[0] / f"{name} resumed", whole, 3) == []
+    of_codes = [name for name in tensors_of(whole / "global_step_3") if name.endswith("_codes")]
     assert any("lm_head" in name for name in of_codes)
-    assert ("lora_A" in str(of_codes)) == ("lora" in change[0])
+    assert ("lora_A" in str(of_codes)) == (name == "of adapters")
 
 
 def test_options_that_it_lacks_are_refused_in_one_line(tiny_model, tmp_path):
     run = [*small_run(tmp_path, tiny_model, [30] * 4), into(tmp_path / "run"), EIGHT]
     given = ["{fused: true}", "{eps: -1}", "{block_size: 128}", "{eps: 1e-9}"]
-    (told,) = run_ranks(refusals, 1, run, [[f"optim.override_optimizer_config={each}"] for each in given])
+    told = refusals(run, [[f"optim.override_optimizer_config={each}"] for each in given])
     must = "optim.override_optimizer_config must be options of AdamW8bit; got"
     assert told[0].startswith(f"{must} {{'fused': True}} (")
     assert told[1].startswith(f"{must} {{'eps': -1}} (")

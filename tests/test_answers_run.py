@@ -166,5 +166,5 @@ def test_a_mistake_ends_the_run_before_the_model_is_loaded(options, tmp_path):
         "eval.max_new_tokens=600": "eval.max_new_tokens must be at most",
         "eval.base_url=http://127.0.0.1:9/v1": "eval.base_url must be a server that answers",
     }
-    (told,) = run_ranks(refusals, 1, [*options, into(tmp_path)], [[word] for word in lines])
+    told = refusals([*options, into(tmp_path)], [[word] for word in lines])
     assert all(line in one for line, one in zip(lines.values(), told, strict=True)), told

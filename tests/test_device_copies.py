@@ -3,11 +3,13 @@
 The device is torch's ``meta``, which holds no values, so code that would wait for a value raises.
 """
 
+import math
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.test_attention import LENGTHS, _pack
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
@@ -75,11 +77,19 @@ def _copies(model: str, ulysses: int, groups: int) -> dict:
     }
 
 
-@pytest.mark.parametrize(("ulysses", "groups"), [(1, 1), (2, 1), (1, 2)])
-def test_a_micro_batch_travels_in_flat_copies_that_nothing_waits_for(tiny_model, ulysses, groups):
-    ranks = ulysses * groups
+LAYOUTS = [(1, 1), (2, 1), (1, 2)]  # ranks of Ulysses, groups
+
+
+@pytest.fixture(scope="module")
+def copies(tiny_model):
+    return run_cases({layout: (math.prod(layout), _copies, str(tiny_model), *layout) for layout in LAYOUTS})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_micro_batch_travels_in_flat_copies_that_nothing_waits_for(layout, copies):
+    ranks, groups = math.prod(layout), layout[1]
     tokens = -(-2 * sum(LENGTHS) // (2 * groups)) * 2 * groups
-    for seen in run_ranks(_copies, ranks, str(tiny_model), ulysses, groups):
+    for seen in copies[layout]:
         assert all(seen["non_blocking"])
         assert seen["flat"] == 5  # each column of the batch, once
         assert seen["prepared"] == 5 + 2  # and the offsets of packs and of documents

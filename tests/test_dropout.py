@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, exact_metrics, train_each
+from tests.training import build, exact_metrics, train_alone
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,6 @@ def models(tiny_model, tmp_path_factory):
     config = GPT2Config(**SIZES, **DROPOUT, initializer_range=0.2, eos_token_id=2)
     GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder / "gpt2")
-    run_ranks(write_adapter, 1, tiny_model, folder / "adapter")
     return {
         "gpt2": [f"model.path={folder / 'gpt2'}"],
         "lora": [f"model.path={tiny_model}", "model=lora", f"model.lora_adapter_path={folder / 'adapter'}"],
@@ -48,10 +48,8 @@ DROPOUTS = {  # one of each model
 }
 
 
-def write_adapter(model: Path, folder: Path) -> None:
-    """Write an adapter with dropout whose weights change the output; runs on a rank, which has loaded peft already."""
-    from peft import LoraConfig, get_peft_model
-
+def write_adapter(model: Path, folder: str) -> None:
+    """Write an adapter with dropout whose weights change the output."""
     config = LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear", init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folder)
 
@@ -59,20 +57,6 @@ def write_adapter(model: Path, folder: Path) -> None:
 def run_of(data: str, model: list[str], output: Path, *overrides: str) -> list[str]:
     packs = ("data.strategy=none", "data.train_batch_size=2", "data.balance=none")
     return [f"data.train_dir={data}", *model, f"trainer.default_local_dir={output}", *packs, *overrides]
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_a_resumed_run_with_dropout_equals_an_uninterrupted_one_to_the_last_bit(name, data, models, tmp_path):
-    def run(output: str, steps: int, *overrides: str) -> list[str]:
-        measured = (f"data.val_dir={data}", "trainer.test_freq=1", f"trainer.total_training_steps={steps}")
-        return run_of(data, models[name], tmp_path / output, *measured, *overrides)
-
-    other = run("other", 2, OTHER[name])
-    run_ranks(train_each, 2, [run("whole", 4), run("resumed", 1), run("resumed", 4), other])
-    whole = exact_metrics(tmp_path / "whole")
-    assert exact_metrics(tmp_path / "resumed") == whole
-    # Dropout is active: new adapters change the loss from the second step on.
-    assert exact_metrics(tmp_path / "other")[2, "train/loss"] != whole[2, "train/loss"]
 
 
 def masks_of(runs: list[list[str]], module: str) -> list[list[torch.Tensor]]:
@@ -87,15 +71,40 @@ def masks_of(runs: list[list[str]], module: str) -> list[list[torch.Tensor]]:
     return masks
 
 
+@pytest.fixture(scope="module")
+def runs(tiny_model, data, models, tmp_path_factory):
+    """Return the folder of runs, and each rank's masks by model, ranks of a pack, or where layers are recomputed."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_adapter(tiny_model, models["lora"][-1].partition("=")[2])
+    cases = {}
+    for name, other in OTHER.items():
+        for output, steps, *more in (("whole", 4), ("resumed", 1), ("resumed", 4), ("other", 2, other)):
+            more += [f"data.val_dir={data}", "trainer.test_freq=1", f"trainer.total_training_steps={steps}"]
+            cases[name, output, steps] = (2, train_alone, run_of(data, models[name], folder / name / output, *more))
+    for name, module in DROPOUTS.items():
+        recomputed = run_of(data, models[name], folder / name / "alone", "model.enable_gradient_checkpointing=true")
+        cases[name, "recomputed"] = (1, masks_of, [recomputed], module)
+        for shared in (1, 2):
+            shape = (f"engine.ulysses_sequence_parallel_size={shared}", "trainer.total_training_steps=1")
+            outputs = [folder / name / f"{shared} {again}" for again in range(2)]
+            both = [run_of(data, models[name], output, *shape) for output in outputs]
+            cases[name, shared] = (2, masks_of, both, module)
+    return folder, run_cases(cases)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_resumed_run_with_dropout_equals_an_uninterrupted_one_to_the_last_bit(name, runs):
+    whole, resumed, other = (exact_metrics(runs[0] / name / output) for output in ("whole", "resumed", "other"))
+    assert resumed == whole
+    # Dropout is active: new adapters change the loss from the second step on.
+    assert other[2, "train/loss"] != whole[2, "train/loss"]
+
+
 @pytest.mark.parametrize("sequence_parallel", [1, 2])
 @pytest.mark.parametrize("name", DROPOUTS)
-def test_no_two_ranks_draw_the_same_mask_and_a_second_run_draws_the_same(
-    name, sequence_parallel, data, models, tmp_path
-):
-    shape = (f"engine.ulysses_sequence_parallel_size={sequence_parallel}", "trainer.total_training_steps=1")
-    runs = [run_of(data, models[name], tmp_path / output, *shape) for output in ("first", "second")]
+def test_no_two_ranks_draw_the_same_mask_and_a_second_run_draws_the_same(name, sequence_parallel, runs):
     of_ranks = []
-    for first, second in run_ranks(masks_of, 2, runs, DROPOUTS[name]):
+    for first, second in runs[1][name, sequence_parallel]:
         assert torch.equal(torch.cat(first), torch.cat(second))
         of_ranks.append(torch.cat(first))
     assert of_ranks[0].shape == of_ranks[1].shape
@@ -103,9 +112,8 @@ def test_no_two_ranks_draw_the_same_mask_and_a_second_run_draws_the_same(
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
-def test_a_recomputed_layer_draws_the_mask_of_its_forward(name, data, models, tmp_path):
-    run = run_of(data, models[name], tmp_path / "run", "model.enable_gradient_checkpointing=true")
-    ((masks,),) = run_ranks(masks_of, 1, [run], DROPOUTS[name])
+def test_a_recomputed_layer_draws_the_mask_of_its_forward(name, runs):
+    ((masks,),) = runs[1][name, "recomputed"]
     assert len(masks) == 8  # two steps of two micro-batches, each with a forward and its recomputation
     for forward, recomputed in zip(masks[::2], masks[1::2], strict=True):
         assert torch.equal(forward, recomputed)

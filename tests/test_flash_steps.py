@@ -21,7 +21,7 @@ from tests.flash_stand_ins import (
     register_flash_stand_ins,
 )
 from tests.nccl_rules import NcclRules
-from tests.ranks import run_ranks
+from tests.ranks import only_rank, run_cases
 from tests.reference import pack_row, tree_row
 from tests.reference_pairs import PairReference, unit_row
 from tests.small_models import write_small_models
@@ -115,6 +115,7 @@ def _measure(backend: str | None, names: list[str], folders: dict[str, str], row
         register_fa3_stand_ins()
     else:
         register_flash_stand_ins()  # under flash-attn too: its function has no log-sum-exp for sinks
+    sys.modules.pop("flash_attn", None)
     if backend == "flash_attn":
         sys.modules["flash_attn"] = flash_attn_package()
     unusable.cache_clear()
@@ -130,24 +131,21 @@ def _measure(backend: str | None, names: list[str], folders: dict[str, str], row
 
 @pytest.fixture(scope="module")
 def steps(tiny_model, tmp_path_factory):
-    """Return a function for the steps of a backend, by case, that runs each number of ranks once."""
+    """Return the steps of each backend, by case."""
     folder = tmp_path_factory.mktemp("models")
     kinds = {case.model for case in CASES.values()} - {"tiny", "wide"}
     folders = {"tiny": str(tiny_model), "wide": str(write_tiny_model(folder / "wide", head_dim=264))}
     folders |= write_small_models(sorted(kinds), folder, tiny_model)
     rows = pickle.dumps(_rows_of_pairs(str(tiny_model), folder))
-    found: dict[str | None, dict] = {}
-
-    def of(backend: str | None) -> dict:
-        if backend not in found:
-            steps = {}
-            for ranks in sorted({case.ulysses * case.groups for case in CASES.values()}):
-                names = [name for name, case in CASES.items() if case.ulysses * case.groups == ranks]
-                steps |= run_ranks(_measure, ranks, backend, names, folders, rows)[0]
-            found[backend] = steps
-        return found[backend]
-
-    return of
+    found: dict[str | None, dict] = {backend: {} for backend in (None, *BACKENDS)}
+    for backends in ((None, "varlen", "flash_attn"), ("fa3",)):  # a process has one implementation of torch's operation
+        cases = {}
+        for ranks in sorted({case.ulysses * case.groups for case in CASES.values()}):
+            names = [name for name, case in CASES.items() if case.ulysses * case.groups == ranks]
+            cases |= {(backend, ranks): (ranks, _measure, backend, names, folders, rows) for backend in backends}
+        for (backend, _), of_ranks in run_cases(cases).items():
+            found[backend] |= of_ranks[0]
+    return found
 
 
 def _rows_of_pairs(model: str, folder) -> dict:
@@ -232,7 +230,8 @@ def _reduced() -> list[str]:
 
 @pytest.mark.slow
 def test_the_rules_of_nccl_refuse_types_and_strides_that_it_does_not_take():
-    fits, short, strided, by_bits = run_ranks(_reduced, 1)[0]
+    with only_rank():
+        fits, short, strided, by_bits = _reduced()
     assert fits == ""
     assert "int16" in short
     assert "strides" in strided
@@ -243,8 +242,8 @@ def test_the_rules_of_nccl_refuse_types_and_strides_that_it_does_not_take():
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_makes_calls_that_a_kernel_takes_and_has_the_gradients_of_sdpa(backend, name, steps):
-    exact, half = steps(None)[name]
-    found, calls = steps(backend)[name]
+    exact, half = steps[None][name]
+    found, calls = steps[backend][name]
     assert float((found - exact).norm()) <= 2 * float((half - exact).norm()) + 1e-6 * float(exact.norm())
     case = CASES[name]
     assert calls["collectives"] > 0

@@ -2,12 +2,11 @@
 
 import copy
 import dataclasses
-import os
 
 import pytest
 import torch
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import in_turn, only_rank, run_ranks
 from tests.small_models import write_small_models
 from tests.tiny_model import write_tiny_model
 from tests.training import heard, small_run
@@ -121,9 +120,8 @@ def test_steps_of_a_second_process_are_replayed_as_if_one_process_had_run_them(t
     }
 
 
-def planned(folder, of_plan, overrides):
+def planned(of_plan, overrides):
     """Return a plan's facts about memory, each time that there are more."""
-    os.chdir(folder)
     return [copy.deepcopy(facts) for facts in memory_facts(*planned_run(compose(overrides), PlanOptions.read(of_plan)))]
 
 
@@ -137,11 +135,13 @@ def plans(tmp_path_factory):
     gpus = {"gpu_memory": "1GiB", "reserve": "1GiB", "world_size": 8}
     hosts = {"gpu_memory": "8GiB", "host_memory": "1KiB", "world_size": 16, "ranks_per_node": 4}
     calls = [
-        (planned, folder, gpus, [*run, "loss.head=plain", f"{CHECKPOINTING}=false"]),
-        (planned, folder, hosts, [*run, "model.activation_offload=true"]),
+        (planned, gpus, [*run, "loss.head=plain", f"{CHECKPOINTING}=false"]),
+        (planned, hosts, [*run, "model.activation_offload=true"]),
         *((heard, plan, ["parallel=cpu", f"model.path={model}"], {key: value}) for key, value in ON_CPU.items()),
     ]
-    return run_ranks(in_turn, 1, calls)[0]
+    with only_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return in_turn(calls)
 
 
 def plan(overrides, of_plan):

@@ -2,19 +2,15 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from tests.ranks import run_ranks
-from tests.reference import Reference, documents_of_answers, pack_row
+from tests.ranks import in_turn, run_ranks
+from tests.reference import Reference, documents_of_answers
 from tests.small_models import model_class, packed_and_plain
 from tests.test_model_types import named, parts
-from verl_ext.data import CategoryTable
-from verl_ext.losses import LossSpec
-from verl_ext.trainer.batch import StepCollator
 
 # In fp32, in which formulas that differ from transformers' round differently; test_model_types.py compares in fp64.
 # Gradients of key biases are only rounding.
@@ -25,7 +21,7 @@ PACKS = [DOCUMENTS[:3], DOCUMENTS[3:]]
 
 def _off(kind, folder, tokenizer):
     """Return the largest relative error of a step's loss and gradients on rank 0; 0 on other ranks."""
-    from tests.packed_engine import build_worker, train_step
+    from tests.packed_engine import build_worker, token_step
 
     if dist.get_rank() == 0:
         packed_and_plain(kind)[1].save_pretrained(folder)
@@ -33,8 +29,7 @@ def _off(kind, folder, tokenizer):
     dist.barrier()
     checkpointing = str(model_class(kind).supports_gradient_checkpointing).lower()
     engine = build_worker(folder, overrides=[f"model.enable_gradient_checkpointing={checkpointing}"]).engine
-    collate = StepCollator(LossSpec("token", np.ones(1)), CategoryTable((), ()))
-    step = train_step(engine, [pack_row(pack) for pack in PACKS], collate, 1, "fused")
+    step = token_step(engine, PACKS)
     if dist.get_rank() > 0:
         return 0.0
     given = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -59,6 +54,6 @@ def _all_off(kinds, tiny_model, folder):
 
 @pytest.mark.slow
 def test_a_sharded_step_of_every_type_equals_plain_transformers(tiny_model, tmp_path):
-    for kinds in parts(named("Trained"), 30):
-        for wrong in run_ranks(_all_off, 2, kinds, str(tiny_model), str(tmp_path)):
-            assert wrong == {}
+    calls = [(_all_off, kinds, str(tiny_model), str(tmp_path)) for kinds in parts(named("Trained"), 30)]
+    for of_rank in run_ranks(in_turn, 2, calls):
+        assert of_rank == [{}] * len(calls)

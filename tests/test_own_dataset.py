@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checked import checked
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import differences, into, metrics, refusals, stopped_at, train_alone
+from tests.training import differences, into, metrics, refusals, resume_run, train_alone
 from verl_ext.config.compose import compose
 from verl_ext.data import CategoryTable, DocumentDataset, SFTDataSet
 from verl_ext.data.ranks import ONE_RANK
@@ -106,16 +106,19 @@ def runs(tiny_model, tmp_path_factory):
     usual = ("data.over_length=split", "trainer.total_epochs=2", "trainer.save_freq=1", "loss=sequence")
     usual += ("loss.category_weights={one: 2}", "trainer.test_freq=2")
     own = run(folder / "documents.json", "own", "documents.py", "Documents", *usual)
-    run_ranks(in_turn, 2, [(train_alone, run(tokenized, "run", None, "", *usual)), (train_alone, own)])
     rows[3]["input_ids"][5] += 1
-    calls = [
-        (train_alone, run(folder / "rows.json", "rows", "own.py", "OwnDataset", "+data.custom_cls.shift=1")),
-        (stopped_at, folder / "own", folder / "stopped", 2),
-        (train_alone, [*own, into(folder / "stopped"), "trainer.total_training_steps=4"]),
-        (Path.write_text, folder / "documents.json", json.dumps(rows)),
-        (refusals, own, [["trainer.total_epochs=3"], ["data.custom_cls.name=Documants", into(folder / "new")]]),
-    ]
-    return folder, run_ranks(in_turn, 1, calls)[0][-1]
+    shifted = run(folder / "rows.json", "rows", "own.py", "OwnDataset", "+data.custom_cls.shift=1")
+    longer = [*own, "trainer.total_training_steps=4"]
+    changes = [["trainer.total_epochs=3"], ["data.custom_cls.name=Documants", into(folder / "new")]]
+    cases = {
+        "run": (2, train_alone, run(tokenized, "run", None, "", *usual)),
+        "own": (2, train_alone, own),
+        "rows": (1, train_alone, shifted),
+        "resumed": (1, resume_run, longer, folder / "own", folder / "stopped", 2),
+        "changed": (1, Path.write_text, folder / "documents.json", json.dumps(rows)),
+        "told": (1, refusals, own, changes),
+    }
+    return folder, run_cases(cases)["told"][0]
 
 
 def test_a_dataset_class_without_options_trains_and_validates(runs):

@@ -11,21 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.tiny_model import write_tiny_model
 from tests.tokenized_data import random_documents, random_units, write_tokenized, write_units
-from tests.training import differences, heard, into, metrics, refusals, stopped_at, train_alone
+from tests.training import differences, heard, into, metrics, refusals, resume_run, stopped_at, train_alone, train_twice
 from verl_ext.losses import PREFERENCE_MODES
 
 pytestmark = pytest.mark.slow
 
-DPO = (
-    "data=preference",
-    "loss=dpo",
-    "data.train_batch_size=2",
-    "trainer.total_training_steps=4",
-    "trainer.test_freq=2",
-)
+DPO = ("data=preference", "loss=dpo", "data.train_batch_size=2", "trainer.total_training_steps=4")
 SHARED = ("data.share_prefixes=true", "data.share_least=2")
 LORA = ("model.lora_rank=4", "model.lora_alpha=8", "model.target_modules=all-linear")
 # All packs are one step, so that runs with more or fewer packs take the same steps.
@@ -60,11 +54,6 @@ VARIANTS = {
     "units drawn twice": ("data.mixture={sources: {all: {tokens: 900}}}", "trainer.total_training_steps=3"),
     "answers": ("loss=kto",),
 }
-
-
-def resumed(options, whole, folder):
-    stopped_at(whole, folder, 2)
-    train_alone([*options, into(folder)])
 
 
 def resumed_without_reference(options, whole, folder):
@@ -115,10 +104,7 @@ MISTAKES = [
     (["loss=simpo", "reference.path=elsewhere"], "reference.path must be null with loss.mode=simpo.*; got elsewhere"),
     (["reference.path=./nowhere"], "reference.path must be an existing folder or a hub name; got ./nowhere"),
     (["reference.path=nowhere"], "reference.path must hold a model's config.json; got nowhere .*"),
-    (
-        ["loss=kto", "data.train_max_samples=1"],
-        "data.max_tokens must hold the answers to two prompts .*kto.*; got 64",
-    ),
+    (["loss=kto", "data.train_max_samples=1"], "data.max_tokens must hold the answers to two prompts .*kto.*; got 64"),
     (["loss=kto", "loss.answers=mean"], "loss.answers must be sum with loss.mode=kto.*; got mean"),
 ]
 
@@ -150,31 +136,30 @@ MEASURES = ("trainer.eval_only=true", "trainer.length_bins=[9]")  # the sums of 
 
 @pytest.fixture(scope="module")
 def runs(options, tiny_model, tmp_path_factory):
-    """Execute all runs in one start of two ranks and one of a rank; return their folder, the lines on a wrong reference
-    by rank, and those on MISTAKES."""
+    """Return the folder of all runs, the lines on a wrong reference by rank, and those on MISTAKES."""
     folder = tmp_path_factory.mktemp("runs")
     other = write_tiny_model(folder / "other model", seed=5)
     documents = random_documents(np.random.default_rng(1), [9, 12, 7], 128, 1)
     extra = write_tokenized(folder / "extra", documents, {1: "maths"})
     beside = [*options, *WHOLE, f"data.train_dir=[{options[0].partition('=')[2]},{extra}]"]
     saves = [*options, "trainer.save_freq=2"]
-    calls = [(train_alone, [*options, *more, into(folder / f"variant {name}")]) for name, more in VARIANTS.items()]
-    calls += [(train_alone, [*options, *WHOLE, *more, into(folder / name)]) for name, more in LAYOUTS.items()]
+    cases = {f"variant {name}": (2, train_alone, [*options, *more]) for name, more in VARIANTS.items()}
+    cases |= {name: (2, train_alone, [*options, *WHOLE, *more]) for name, more in LAYOUTS.items()}
+    cases |= {f"elastic {name}": (2, train_alone, [*saves, *more]) for name, more in ELASTIC.items()}
+    cases["measured"] = (2, measured, [*options, f"reference.path={other}", *MEASURES])
+    cases |= {"wrong": (2, with_wrong_reference, options), "alone": (1, train_alone, [*options, *WHOLE])}
+    cases |= {f"{weight}": (1, train_alone, [*beside, f"loss.sft_weight={weight}"]) for weight in (0.0, 0.5)}
+    cases = {name: (*call, [*given, into(folder / name)]) for name, (*call, given) in cases.items()}
     for name, more in RESUMED.items():
         whole, kept, scored = (folder / f"{name} {kind}" for kind in ("whole", "kept", "scored again"))
-        calls += [(train_alone, [*saves, *more, into(whole)]), (resumed, [*saves, *more], whole, kept)]
-        calls += [(resumed_without_reference, [*saves, *more], whole, scored)]
-    calls += [(train_alone, [*saves, *more, into(folder / f"elastic {name}")]) for name, more in ELASTIC.items()]
-    calls += [(measured, [*options, f"reference.path={other}", *MEASURES, into(folder / "measured")])]
-    calls += [(with_wrong_reference, [*options, into(folder / "wrong")])]
-    of_two = run_ranks(in_turn, 2, calls)
-    calls = [(train_alone, [*options, *WHOLE, into(folder / "alone")])]
+        cases[f"{name} kept"] = (2, train_twice, [*saves, *more], whole, kept, 2)
+        cases[f"{name} scored"] = (2, resumed_without_reference, [*saves, *more], whole, scored)
     for name, more in ELASTIC.items():
-        calls += [(resumed, [*saves, *more], folder / f"elastic {name}", folder / f"alone {name}")]
-    for weight in (0.0, 0.5):
-        calls += [(train_alone, [*beside, f"loss.sft_weight={weight}", into(folder / f"{weight}")])]
-    calls += [(refusals, [*options, into(folder / "run")], [change for change, _ in mistakes(folder, tiny_model)])]
-    return folder, [found[-1] for found in of_two], run_ranks(in_turn, 1, calls)[0][-1]
+        resumed = folder / f"elastic {name}", folder / f"alone {name}"
+        cases[f"alone {name}"] = (1, resume_run, [*saves, *more], *resumed, 2)
+    changes = [change for change, _ in mistakes(folder, tiny_model)]
+    found = run_cases({**cases, "mistakes": (1, refusals, [*options, into(folder / "run")], changes)})
+    return folder, found["wrong"], found["mistakes"][0]
 
 
 def test_the_first_step_has_the_rewards_of_the_reference_to_the_bit(runs):

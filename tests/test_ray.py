@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import verl_ext.fsdp_sft_trainer_ray as driver
-from tests.ranks import run_ranks
+from tests.ranks import only_rank, run_ranks
 from tests.ray_cluster import ranks_of, ray_nodes
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
@@ -313,12 +313,9 @@ def test_a_mistake_is_one_line_before_a_cluster_is_joined(words, line, monkeypat
     assert line_of(capfd).startswith(line)
 
 
-def noticed(overrides: list[str]) -> tuple[str, ...]:
-    os.environ["TORCHELASTIC_RUN_ID"] = "torchrun's"
-    return prepare(compose(overrides)).notices
-
-
-def test_torchrun_says_that_it_does_not_read_the_options_of_ray(overrides, tmp_path):
+def test_torchrun_says_that_it_does_not_read_the_options_of_ray(overrides, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "torchrun's")
     given = ["ray.max_restarts=2", "ray.timeout=600", into(tmp_path / "run")]
-    (notices,) = run_ranks(noticed, 1, [*overrides, *given])
+    with only_rank():
+        notices = prepare(compose([*overrides, *given])).notices
     assert "ray.max_restarts: without effect here: torchrun has MAX_RESTARTS of its own" in notices

@@ -15,13 +15,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
 from tests.checked import checked, support_problems
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.reference import Reference, load_eager, pack_row, tree_row
 from tests.small_models import model_class, model_config
 from tests.test_parity import CATEGORIES, DOCUMENTS, MAX_TOKENS, packs_of
 from tests.tiny_model import VOCABULARY, write_tiny_model
 from tests.tokenized_data import random_documents, write_tokenized
-from tests.training import build, metrics, train_alone
+from tests.training import build, into, metrics, train_alone
 from verl_ext.config.compose import compose
 from verl_ext.config.model_override import override
 from verl_ext.engines.router import RouterLoss, RoutingSums, router_loss
@@ -171,7 +171,7 @@ def _drawn(model: str) -> list[torch.Tensor]:
 
 
 def test_counting_the_choices_of_experts_draws_no_random_numbers_of_the_step(found):
-    (counted, plain), _ = found["alone"]
+    ((counted, plain),) = found["drawn"]
     assert torch.equal(counted, plain)
     torch.manual_seed(0)
     assert not torch.equal(plain, torch.get_rng_state())
@@ -198,26 +198,21 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(moe_models, run, tmp_path_factory):
-    """Return by layout the answers of each rank, which start once, and for "alone" the draws and notices of one."""
+    """Return by layout the answers of each rank, and the draws and notices of one."""
     config_class, fields = MODELS["mixtral"]
     noisy = {"router_jitter_noise": 0.1, "attention_dropout": 0.1}
     noisy_model = write_tiny_model(tmp_path_factory.mktemp("noisy"), 0, config_class, **MOE, **noisy, **fields)
-    others = {
-        1: [(_drawn, str(noisy_model)), (_notices, run)],
-        2: [(train_alone, [*run, *ASKED, "checkpoint.save_contents=[hf_model]"])],
+    cases = {layout: (layout[0], _train, moe_models, layout) for layout in LAYOUTS}
+    cases |= {
+        "drawn": (1, _drawn, str(noisy_model)),
+        "notices": (1, _notices, [*run, into(tmp_path_factory.mktemp("notices"))]),
     }
-    results = {}
-    for layout in LAYOUTS:
-        calls = [(_train, moe_models, layout), *others.get(layout[0], [])]
-        of_ranks = run_ranks(in_turn, layout[0], calls)
-        results[layout] = [each[0] for each in of_ranks]
-        if layout[0] == 1:
-            results["alone"] = of_ranks[0][1:]
-    return results
+    cases["run"] = (2, train_alone, [*run, *ASKED, "checkpoint.save_contents=[hf_model]"])
+    return run_cases(cases)
 
 
 def test_a_run_reports_the_router_loss_that_is_asked_for_and_says_where_there_is_none(run, found):
-    assert any("is trained without a router loss" in notice for notice in found["alone"][1])
+    assert any("is trained without a router loss" in notice for notice in found["notices"][0])
     seen = metrics(Path(run[3].partition("=")[2]))
     assert all(2 <= seen[step, "train/router_loss"] < 3 for step in (1, 2, 3))  # two choices; 2 where balanced
     with pytest.raises(ValueError, match=r"router_aux_loss_coef needs model\.override_config\.output_router"):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases, run_ranks
 from tests.test_shared_dataset import random_tries
 from tests.tokenized_data import write_tokenized
-from tests.training import into, metrics, stopped_at, train_alone, train_each
+from tests.training import into, metrics, resume_run, train_alone
 
 pytestmark = pytest.mark.slow
 
@@ -20,26 +20,34 @@ VARIANTS = {
 }
 
 
-def compared(options: list[str], folder: str) -> None:
-    """Run every variant on these ranks with and without sharing."""
-    runs = [
-        [*options, *WHOLE, *more, *shares, into(f"{folder}/{name}{len(shares)}")]
-        for name, more in VARIANTS.items()
-        for shares in ((), SHARES)
-    ]
-    train_each(runs)
-
-
 @pytest.fixture(scope="module")
 def options(tiny_model, tmp_path_factory):
     data = write_tokenized(tmp_path_factory.mktemp("data") / "tries", random_tries(8), {1: "maths", 2: "code"})
     return [f"data.train_dir={data}", f"data.val_dir={data}", f"model.path={tiny_model}", "trainer.test_freq=1"]
 
 
-def test_a_run_that_shares_has_the_losses_of_one_that_does_not(options, tmp_path):
-    run_ranks(compared, 2, options, str(tmp_path))
+@pytest.fixture(scope="module")
+def runs(options, tmp_path_factory):
+    """Return the folder of all runs."""
+    folder = tmp_path_factory.mktemp("runs")
+    saved = [*options, *SHARES, "data.train_batch_size=2", "trainer.total_training_steps=4", "trainer.save_freq=2"]
+    by_three = [*saved, "data.train_batch_size=3"]
+    cases = {}
+    for name, more in VARIANTS.items():
+        for shares in ((), SHARES):
+            output = f"{name}{len(shares)}"
+            cases[output] = (2, train_alone, [*options, *WHOLE, *more, *shares, into(folder / output)])
+    cases["whole1"] = (2, train_alone, [*saved, into(folder / "whole1")])
+    cases["resumed1"] = (1, resume_run, saved, folder / "whole1", folder / "resumed1", 2)
+    cases["whole3"] = (1, train_alone, [*by_three, into(folder / "whole3")])
+    run_cases(cases)
+    run_ranks(resume_run, 3, by_three, folder / "whole3", folder / "resumed3", 2)
+    return folder
+
+
+def test_a_run_that_shares_has_the_losses_of_one_that_does_not(runs):
     for name in VARIANTS:
-        plain, shared = (metrics(tmp_path / f"{name}{number}") for number in (0, len(SHARES)))
+        plain, shared = (metrics(runs / f"{name}{number}") for number in (0, len(SHARES)))
         assert shared[1, "train/computed_tokens"] < plain[1, "train/tokens"] == shared[1, "train/tokens"]
         assert shared[1, "train/packs"] < plain[1, "train/packs"]
         kinds = ("loss", "perplexity", "grad_norm", "target_tokens", "maths_tokens", "total_tokens", "lr")
@@ -48,17 +56,8 @@ def test_a_run_that_shares_has_the_losses_of_one_that_does_not(options, tmp_path
         assert {key: shared[key] for key in keys} == pytest.approx({key: plain[key] for key in keys}, rel=1e-5)
 
 
-def resumed(options, whole, folder):
-    train_alone([*options, into(stopped_at(whole, folder, 2))])
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_that_shares_is_resumed_on_other_ranks_with_the_same_losses(options, tmp_path, ranks):
-    options = [*options, *SHARES, "data.train_batch_size=2", "trainer.total_training_steps=4", "trainer.save_freq=2"]
-    if ranks == 3:
-        options.append("data.train_batch_size=3")
-    run_ranks(train_alone, 1 if ranks == 3 else 2, [*options, into(tmp_path / "whole")])
-    run_ranks(resumed, ranks, options, tmp_path / "whole", tmp_path / "resumed")
-    whole, again = metrics(tmp_path / "whole"), metrics(tmp_path / "resumed")
+def test_a_run_that_shares_is_resumed_on_other_ranks_with_the_same_losses(runs, ranks):
+    whole, again = metrics(runs / f"whole{ranks}"), metrics(runs / f"resumed{ranks}")
     keys = [key for key in whole if key[1].endswith(("loss", "grad_norm", "tokens"))]
     assert {key: again[key] for key in keys} == pytest.approx({key: whole[key] for key in keys}, rel=1e-5)

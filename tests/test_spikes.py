@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import load_from_disk
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.test_trainer import poison_of
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import into, metrics, stopped_at, train, train_alone
@@ -64,8 +64,8 @@ def runs(data, tiny_model, tmp_path_factory) -> tuple[dict[str, Path], list[tupl
         return overrides_of(data, model, folders[name], "trainer.log_freq=11", "trainer.save_freq=9", ulysses, *more)
 
     whole = folders["one rank"]
-    stopped = (stopped_at, whole, folders["resumed"], 9)
-    run_ranks(in_turn, 1, [(train_alone, run("one rank")), stopped, (train_alone, run("resumed"))])
+    cases = {"one rank": (1, train_alone, run("one rank")), "stopped": (1, stopped_at, whole, folders["resumed"], 9)}
+    cases |= {"resumed": (1, train_alone, run("resumed")), "two": (4, train_alone, run("two groups of two"))}
     documents = random_documents(np.random.default_rng(1), [10] * 8, VOCABULARY, 1)
     for number, document in enumerate(documents):
         document["input_ids"][document["input_ids"] == 5] = 6
@@ -73,8 +73,8 @@ def runs(data, tiny_model, tmp_path_factory) -> tuple[dict[str, Path], list[tupl
             document["input_ids"][2] = 5
     poisoned = write_tokenized(folder / "data", documents), poison_of(tiny_model, folder / "model", 5)
     more = ("engine.ulysses_sequence_parallel_size=2", "trainer.save_freq=-1")
-    calls = [(train_alone, run("two groups of two")), (skipped_and_parameters, run("skipped", *poisoned, *more))]
-    return folders, [result for _, result in run_ranks(in_turn, 4, calls)]
+    cases["skipped"] = (4, skipped_and_parameters, run("skipped", *poisoned, *more))
+    return folders, run_cases(cases)["skipped"]
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "resumed"])

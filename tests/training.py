@@ -87,12 +87,6 @@ def train_twice(overrides: Sequence[str], whole: Path, folder: Path, step: int =
     resume_run(overrides, whole, folder, step)
 
 
-def train_each(runs: Sequence[Sequence[str]]) -> None:
-    """Call :func:`train` for one run after the other in one start of ranks."""
-    for overrides in runs:
-        train(overrides)
-
-
 def train_as_programs(lines: Sequence[Sequence[str]]) -> None:
     """Train by the arguments of one torchrun after the other, as each of its ranks does."""
     from verl_ext.fsdp_sft_trainer import train_composed
