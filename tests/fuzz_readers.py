@@ -162,10 +162,10 @@ def _read_folder(folder: Path) -> None:
 
 
 def _read_records(folder: Path) -> None:
+    from verl_ext.text.read.bad_record import BadRecord
     from verl_ext.text.read.json_records import parse_line
     from verl_ext.text.read.readers import read_chunks
     from verl_ext.text.read.sources import find_source_files
-    from verl_ext.text.records.bad_record import BadRecord
 
     for file in find_source_files({"a": [str(folder)]}):
         for chunk in read_chunks(file):

@@ -19,10 +19,10 @@ from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, main, tokenize
 from verl_ext.options import DataError, UsageError
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import find_source_files
-from verl_ext.text.records.bad_record import BadRecord
 
 
 def read(path: Path | str) -> list[tuple[str, Any]]:

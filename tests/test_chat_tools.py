@@ -14,7 +14,7 @@ from verl_ext.options import DataError
 from verl_ext.text.chat.parts import RenderedChat
 from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.records import parse_record
 
 TOKENS = ("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "[CALLS]")

@@ -17,7 +17,8 @@ from verl_ext.data import SFTDataSet
 from verl_ext.data.files_in_use import DataFile, DataFiles
 from verl_ext.data.ranks import ONE_RANK
 from verl_ext.files import checksum, combine_checksums
-from verl_ext.text.arrow_folder import DatasetWriter, read_shards
+from verl_ext.text.arrow_folder import DatasetWriter
+from verl_ext.text.read.shards import read_shards
 from verl_ext.text.tokens.documents import Document, join_documents
 
 

@@ -21,12 +21,12 @@ from verl_ext.text import encoder
 from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
 from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.prefixes import mask_from_prefixes
+from verl_ext.text.read.bad_record import RecordOptions
 from verl_ext.text.read.readers import Chunk
-from verl_ext.text.records.bad_record import RecordOptions
 from verl_ext.text.records.records import parse_record
+from verl_ext.text.text_encoder import TextEncoder
 from verl_ext.text.tokens.counts import Counts
-from verl_ext.text.tokens.encoders import TextEncoder
-from verl_ext.text.tokens.prefixes import mask_from_prefixes
 
 # Like Gemma 4's: an object in the template's own syntax, and a string as it is.
 OWN_SYNTAX = tools.HEADERS.replace(

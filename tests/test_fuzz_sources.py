@@ -25,10 +25,10 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import Chunk, read_chunks
 from verl_ext.text.read.sources import find_source_files
-from verl_ext.text.records.bad_record import BadRecord
 
 TIMES = float(os.environ.get("VERL_EXT_FUZZ", "1"))
 FIELDS = [

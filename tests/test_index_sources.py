@@ -16,9 +16,9 @@ from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError, UsageError
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import Chunk, ChunkSize, TextFile, read_chunks, read_files
 from verl_ext.text.read.sources import find_source_files
-from verl_ext.text.records.bad_record import BadRecord
 
 
 def chunks_of(path: Path) -> list[Chunk]:

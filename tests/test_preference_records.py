@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.preference import Preference
 from verl_ext.text.records.records import column_problems, parse_record
 

@@ -23,9 +23,9 @@ from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.options import DataError
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.renderer import ChatRenderer
-from verl_ext.text.records.bad_record import BadRecord, RecordOptions
+from verl_ext.text.read.bad_record import BadRecord, RecordOptions
 from verl_ext.text.records.records import parse_record
-from verl_ext.text.tokens.encoders import Encoded, TextEncoder, Windows, mask_from_offsets
+from verl_ext.text.text_encoder import Encoded, TextEncoder, Windows, mask_from_offsets
 from verl_ext.text.tokens.tokenizer import ModelOptions
 
 NO_MODEL = ModelOptions(".")  # the tests give their own tokenizer

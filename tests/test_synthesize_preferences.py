@@ -13,7 +13,7 @@ from tests.document_texts import write_lines
 from tests.synthesized import report_of
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.endpoint.quality import DIMENSIONS
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.word_count import length_score
 from verl_ext.tools.synthesis.asked_prompts import asked_prompt
 from verl_ext.tools.synthesis.options import SynthesizeOptions

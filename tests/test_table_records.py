@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, Json, List, Value
 
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.read.sources import find_source_files
-from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.records import parse_record, read_columns
 
 FEATURES = Features(

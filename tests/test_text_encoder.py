@@ -20,10 +20,10 @@ from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.text.chat.renderer import RenderedTurns
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
 from verl_ext.text.read import readers as chunks
+from verl_ext.text.read.bad_record import BadRecord, RecordOptions
 from verl_ext.text.read.readers import TextFile, read_chunks
 from verl_ext.text.read.sources import find_source_files
-from verl_ext.text.records.bad_record import BadRecord, RecordOptions
-from verl_ext.text.tokens.encoders import TextEncoder, TokenCharacters, Windows
+from verl_ext.text.text_encoder import TextEncoder, TokenCharacters, Windows
 
 CORPUS = [
     "The cat's on the mat, and it'll say HELLO to 12345 worlds!\n\nA café — naïve; 漢字 と かな。\n",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat, PlainText
 from verl_ext.text.records.records import FIELDS, category_of, parse_record
 

@@ -17,10 +17,10 @@ from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError
 from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.prefixes import mask_from_prefixes
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.records import parse_record
-from verl_ext.text.tokens.encoders import TokenCharacters, mask_from_offsets
-from verl_ext.text.tokens.prefixes import mask_from_prefixes
+from verl_ext.text.text_encoder import TokenCharacters, mask_from_offsets
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|end|>", "<|assistant|>"]
 CORPUS = ["user assistant system tool the cat sat on the mat and said hello to the world\n\n<think>\n</think>"] * 4

@@ -28,9 +28,9 @@ from verl_ext.files import REPORT
 from verl_ext.options import DataError, UsageError, options_of
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import file_name, find_source_files, without_compression
-from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Message
 from verl_ext.text.records.records import category_of
 

@@ -33,9 +33,9 @@ from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.encoder_texts import without_middle
+from verl_ext.text.read.bad_record import BadRecord, check_characters
 from verl_ext.text.read.readers import Chunk, ChunkSize, read_record
 from verl_ext.text.read.sources import SourceFile, absolute_path
-from verl_ext.text.records.bad_record import BadRecord, check_characters
 from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.tokenizer import tokenizer_facts
 

@@ -14,20 +14,18 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
-from verl_ext.files import ChecksumFile, atomic_write, is_inside, write_json
+from verl_ext.files import ChecksumFile, atomic_write, write_json
 from verl_ext.packing.shared import BLOCK, SHORTER, block_hashes
-from verl_ext.text.read.json_records import parse_json
+from verl_ext.text.read.shards import STATE
 from verl_ext.text.tokens.documents import UNIT_COLUMNS, Documents
 
-STATE = "state.json"
-STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"  # of record batches
 SHARD_BYTES = 500 * 1000 * 1000
 BATCH_TOKENS = 1 << 22  # about so many per record batch; each batch costs 60 µs and 5 kB whenever the dataset is opened
 TOKEN_BYTES = 9  # input_ids, loss_mask and category_ids
@@ -66,47 +64,6 @@ def first_blocks(ids: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[
     if whole.any():
         hashes[whole] = block_hashes(np.lib.stride_tricks.sliding_window_view(ids, BLOCK)[starts[whole]])
     return hashes
-
-
-class Shard(NamedTuple):
-    """A file of record batches, with its size and checksum if recorded."""
-
-    name: str
-    bytes: int | None = None
-    xxh3_128: str | None = None
-
-
-def parse_shards(content: str) -> tuple[Shard, ...]:
-    """Return the shards that the content of a state.json names.
-
-    Names come with the data, so a name that leads out of the folder is refused. Raises ValueError if the content cannot
-    be used, with a message that is to follow the folder's name.
-    """
-    state = parse_json(content)
-    files = state.get("_data_files") if isinstance(state, dict) else None
-    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
-        raise ValueError(f"its {STATE} names no files")
-    if state.get("_indices_data_files"):
-        raise ValueError("its rows are in an order of their own: save it anew")
-    shards = []
-    for file in files:
-        name, size, checksum = file.get("filename"), file.get("bytes"), file.get("xxh3_128")
-        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
-            raise ValueError(f"its {STATE} names files of other folders, or none: {str(name)[:80]!r}")
-        is_recorded = type(size) is int and isinstance(checksum, str)
-        shards.append(Shard(name, size, checksum) if is_recorded else Shard(name))
-    if len({shard.name for shard in shards}) != len(shards):
-        raise ValueError(f"its {STATE} names a file twice")
-    return tuple(shards)
-
-
-def read_shards(folder: Path) -> tuple[Shard, ...]:
-    """Return a folder's shards like `parse_shards`; refuse links out of it."""
-    shards = parse_shards((folder / STATE).read_text(encoding="utf-8"))
-    for shard in shards:
-        if not is_inside(folder / shard.name, folder):
-            raise ValueError(f"its {shard.name} is a link out of the folder")
-    return shards
 
 
 class DatasetWriter:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.options import DataError
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks
 from verl_ext.text.read.sources import SourceFile
-from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.tokens.counts import Counts, Tally
 from verl_ext.text.tokens.documents import Document, Documents, RecordFacts, join_documents
 from verl_ext.text.tokens.tokenizer import load_tokenizer

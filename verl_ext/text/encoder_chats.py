@@ -31,16 +31,16 @@ from verl_ext.text.chat.renderer import ChatRenderer, RenderedTurns
 from verl_ext.text.chat.template import prints_date
 from verl_ext.text.encoder import NO_KEY, Encoder
 from verl_ext.text.held_out import content_key
+from verl_ext.text.read.bad_record import BadRecord, check_characters
 from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import Chunk, TextFile, read_record
-from verl_ext.text.records.bad_record import BadRecord, check_characters
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat, PlainText
 from verl_ext.text.records.preference import REJECTED, Content, Preference
 from verl_ext.text.records.records import Record, category_of, parse_record, read_columns
+from verl_ext.text.text_encoder import Encoded, TextEncoder
 from verl_ext.text.tokens.counts import Counts, Tally
 from verl_ext.text.tokens.documents import Document, Documents
-from verl_ext.text.tokens.encoders import Encoded, TextEncoder
 from verl_ext.text.tokens.tokenizer import stop_tokens, tokenizer_facts
 
 KIND_OF_TARGET = {

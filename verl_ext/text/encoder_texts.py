@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, option
 from verl_ext.text.encoder import Encoder
+from verl_ext.text.read.bad_record import BadRecord, RecordOptions, check_characters, readable_value
 from verl_ext.text.read.readers import Chunk, TextFile, read_record
-from verl_ext.text.records.bad_record import BadRecord, RecordOptions, check_characters, readable_value
+from verl_ext.text.text_encoder import Encoded, TextEncoder
 from verl_ext.text.tokens.documents import Document, Documents
-from verl_ext.text.tokens.encoders import Encoded, TextEncoder
 from verl_ext.text.tokens.tokenizer import tokenizer_facts
 
 

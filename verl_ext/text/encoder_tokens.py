@@ -17,9 +17,9 @@ from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.held_out import hashed_key
+from verl_ext.text.read.bad_record import BadRecord, readable_value
 from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
-from verl_ext.text.records.bad_record import BadRecord, readable_value
 from verl_ext.text.tokens.documents import Document, Documents
 
 REQUIRED = ("input_ids", "loss_mask", "category_ids")

@@ -24,7 +24,7 @@ from verl_ext.text.chat.parts import (
     has_tags,
     tagged_blocks,
 )
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import REASONING_FIELDS, Chat, TurnMask
 
 # A whole block without words, with the line ends that separate it from the answer.

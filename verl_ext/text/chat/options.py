@@ -8,7 +8,7 @@ from datetime import date
 from typing import Any, ClassVar, TypeVar
 
 from verl_ext.options import UsageError, option, spell
-from verl_ext.text.records.bad_record import RecordOptions
+from verl_ext.text.read.bad_record import RecordOptions
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.records import column_problems
 from verl_ext.text.records.shapes import RESERVED_TEMPLATE_KWARGS

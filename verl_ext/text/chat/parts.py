@@ -16,7 +16,7 @@ from typing import NamedTuple
 from verl_ext.endpoint.reasoning import REASONING_TAGS
 from verl_ext.text.chat.marks import MarkedPlace, WordKind
 from verl_ext.text.chat.template import Span, any_of
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import REASONING_FIELDS, Chat, Stretch, TurnMask
 
 ANSWER, REASONING, TOOL_CALL, END_OF_TURN = KINDS = ("answer", "reasoning", "tool_call", "end_of_turn")

@@ -19,7 +19,7 @@ from verl_ext.text.chat.parts import EMPTY_REASONING, REASONING, TOOL_CALL, Rend
 from verl_ext.text.chat.special_tokens import STAND_INS, SpecialTokens
 from verl_ext.text.chat.template import ChatTemplate, Span, joined_spans
 from verl_ext.text.chat.template_cache import TemplateCache
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.tokens.tokenizer import check_template, stop_tokens
 

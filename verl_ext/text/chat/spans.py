@@ -40,7 +40,7 @@ from verl_ext.text.chat.marks import (
 )
 from verl_ext.text.chat.parts import RenderedChat, Target, with_borders
 from verl_ext.text.chat.template import ChatTemplate, joined_spans, longest_prefix_in
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat, Message
 from verl_ext.text.records.tool_calls import functions_called
 

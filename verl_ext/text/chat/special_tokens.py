@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken
 
 from verl_ext.text.chat.template import any_of
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 
 _HIDDEN, _DISGUISED = 0x100000, 0xF0000  # first private-use characters of Unicode's planes 16 and 15
 STAND_INS = re.compile("[\U000f0000-\U0010ffff]")  # characters of names' stand-ins

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from verl_ext.options import UsageError, first_line
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import REASONING_FIELDS, Chat, Message
 from verl_ext.text.records.tool_calls import functions_called
 

@@ -25,7 +25,7 @@ from verl_ext.text.chat.marks import SPOKEN_FIELDS
 from verl_ext.text.chat.parts import TAGS, Border, RenderedChat, Target, has_tags
 from verl_ext.text.chat.spans import TurnSearch
 from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat
 
 SHAPES = 1024  # the maximum number of shapes that are kept

@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from typing import Any, BinaryIO, NoReturn
 
 from verl_ext.options import DataError
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 
 BLOCK = 1 << 20  # characters of a list that are read at once
 _LONGEST_TOKEN = 32  # characters before a block's end; an element that is cut off there fails to parse within them

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from verl_ext.options import DataError, first_line
-from verl_ext.text.arrow_folder import STATE, STREAM_END, parse_shards, read_shards
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.hub import hub_tables
 from verl_ext.text.read.json_records import JsonList, parse_line, repeated_name
+from verl_ext.text.read.shards import STATE, STREAM_END, parse_shards, read_shards
 from verl_ext.text.read.sources import OpenedFile, SourceFile, encoding_problem, is_url, open_source
-from verl_ext.text.records.bad_record import BadRecord
 
 BLOCK = 1 << 20  # bytes of a text file read at once
 

@@ -25,9 +25,9 @@ from urllib.parse import urlsplit
 
 from verl_ext.files import file_state
 from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.compression import COMPRESSIONS
 from verl_ext.text.read.hub import HUB, host_errors, hub_split, hub_version
-from verl_ext.text.records.bad_record import BadRecord
 
 # The kind of a file by its suffix; `readers.READERS` has the reader of each kind.
 SUFFIXES = {

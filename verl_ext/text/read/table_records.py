@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_ext.options import DataError, first_line
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.json_records import parse_json, repeated_name
-from verl_ext.text.records.bad_record import BadRecord
 
 UNREAD = BadRecord("unreadable_row", "the field is not read")  # the value of a field that is there
 # ArrowInvalid is a ValueError, as are Python's errors for impossible dates and for text that is not UTF-8.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_ext.options import choice_problem, spell
+from verl_ext.text.read.bad_record import BadRecord, readable_value
 from verl_ext.text.read.json_records import parse_json
-from verl_ext.text.records.bad_record import BadRecord, readable_value
 from verl_ext.text.records.messages import LEARN_FIELDS, ROLES, TEMPLATE_FIELDS
 
 KNOWN_ROLES = tuple(dict.fromkeys(ROLES.values()))

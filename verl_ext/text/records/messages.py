@@ -25,9 +25,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from verl_ext.endpoint.reasoning import REASONING_TAGS
+from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.read.json_records import from_json, parse_json
 from verl_ext.text.read.readers import TextFile
-from verl_ext.text.records.bad_record import BadRecord, short_text
 from verl_ext.text.records.tool_calls import called, function_of, read_calls
 
 ROLES = {

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat, PlainText
 
 PREFERRED, REJECTED = 1, -1

@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.read.json_records import parse_json
-from verl_ext.text.records.bad_record import BadRecord, short_text
 from verl_ext.text.records.messages import ROLES, Chat, Message, MessageReader, PlainText, as_flag
 from verl_ext.text.records.preference import PREFERRED, REJECTED, Content, Preference, answer_after, preference_of
 from verl_ext.text.records.shapes import LABEL, Fields, Shape, chat_of, question_turns, with_input

@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from verl_ext.options import choice_problem
+from verl_ext.text.read.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.read.readers import read_record
-from verl_ext.text.records.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat, as_weight, map_strings, without_placeholders
 from verl_ext.text.records.preference import Content, Preference

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.text.read.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.read.json_records import from_json
 from verl_ext.text.read.readers import TextFile
-from verl_ext.text.records.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.records.messages import (
     MEDIA,
     TEMPLATE_FIELDS,

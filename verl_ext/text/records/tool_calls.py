@@ -7,8 +7,8 @@ tool        {"type": "function", "function": {"name": "f", "parameters": {…}}}
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.read.json_records import from_json, parse_json
-from verl_ext.text.records.bad_record import BadRecord, short_text
 
 _FIELDS = {"name", "arguments", "id", "type", "index", "function"}  # of a call and of its function
 

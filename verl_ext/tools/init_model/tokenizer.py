@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from verl_ext.commands.command_line import as_list, is_names
 from verl_ext.options import DataError, Options, option, spell
 from verl_ext.progress import progress_bar
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import read_chunks, read_record, text_blocks
 from verl_ext.text.read.sources import FORMATS, SourceFile, find_source_files, total_bytes
-from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.preference import Preference
 from verl_ext.text.records.records import parse_record

@@ -8,9 +8,9 @@ from typing import Any
 
 from verl_ext.commands.command_line import read_options
 from verl_ext.options import DataError, UsageError, choice_problem, options_of
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import find_source_files, is_url, kind_of
-from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 
 _BABILONG = {"input", "question", "target"}

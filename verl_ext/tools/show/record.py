@@ -23,9 +23,9 @@ from verl_ext.files import working_in
 from verl_ext.options import DataError, UsageError, one_line, options_of
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder, ShownText
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile, absolute_path, find_source_files, is_hub_name
-from verl_ext.text.records.bad_record import BadRecord
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.document import AFTER, BEFORE, first_difference
 from verl_ext.tools.show.documents import Report, Row

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.text.records.bad_record import BadRecord, short_text
+from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.records.messages import TOOL_FIELDS, MessageReader
 from verl_ext.text.records.tool_calls import tool_list
 

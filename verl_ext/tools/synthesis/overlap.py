@@ -6,9 +6,9 @@ from typing import Any
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import find_source_files
-from verl_ext.text.records.bad_record import BadRecord
 
 NGRAM = 13  # words of a passage that two texts hardly share by chance (GPT-3, arXiv 2005.14165, appendix C)
 SHINGLE = 5  # words of a run; the similarity of two texts counts the runs that they share

@@ -30,9 +30,9 @@ from verl_ext.options import DataError
 from verl_ext.text.chat.renderer import RenderedTurns
 from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
 from verl_ext.text.chat.template import Span
+from verl_ext.text.prefixes import Prefixes, mask_from_prefixes
+from verl_ext.text.read.bad_record import BadRecord, RecordOptions
 from verl_ext.text.read.readers import TextFile
-from verl_ext.text.records.bad_record import BadRecord, RecordOptions
-from verl_ext.text.tokens.prefixes import Prefixes, mask_from_prefixes
 
 TRIES = 16  # places tried for a cut before a window is doubled
 NO_SIZE = -(1 << 40)  # bytes of a token that no text becomes; with it, the sizes never sum to a text's bytes

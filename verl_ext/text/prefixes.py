@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from verl_ext.text.chat.template import Span
-from verl_ext.text.records.bad_record import BadRecord
+from verl_ext.text.read.bad_record import BadRecord
 
 LEADS = (64, 1024)  # characters before a piece that are encoded with it; at last all of them
 
