@@ -23,7 +23,7 @@ from verl_ext.data.units import UnitRows, has_answers
 from verl_ext.options import first_line
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import DOCUMENT_COLUMNS, FIRST_BLOCK, MARK, TOKEN_COLUMNS
-from verl_ext.text.read.shards import STATE, Shard, read_shards
+from verl_ext.text.read.shards import STATE, STREAM_END, Shard, read_shards
 
 
 class OpenFolder(NamedTuple):
