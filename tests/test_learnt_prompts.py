@@ -90,6 +90,7 @@ def test_what_a_pattern_matches_in_a_turn_has_its_factor_and_the_turns_end_has_n
         ("weights={'(': 2}", r"weights must map regular expressions to factors of at least 0; got \(: 2"),
         ("weights={a: -1}", r"weights must map .* got a: -1"),
         ("weights={a: true}", r"weights must map .* got a: true"),
+        ("weights={a: '2'}", r"weights must map .* got a: 2"),
         ("turns=last", r"turns must be all with prompts=learn, .*; got last"),
     ],
 )

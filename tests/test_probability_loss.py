@@ -26,8 +26,7 @@ def _steps(model: str, sequence_parallel: int):
     packs = [pack_row(DOCUMENTS[:2]), pack_row(DOCUMENTS[2:])]
     collate = StepCollator(LossSpec(), CategoryTable((), ()))
     objective = Objective(LossOptions(by_probability=True))
-    return {head: train_step(engine, packs, collate, 1, head, objective)
-            for head in HEADS}  # fmt: skip
+    return {head: train_step(engine, packs, collate, 1, head, objective) for head in HEADS}
 
 
 def _expected(model: str):

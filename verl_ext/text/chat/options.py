@@ -128,11 +128,12 @@ class ChatOptions(RecordOptions):
             if not text or not isinstance(other, str):
                 yield f"replace must map texts to texts; got {spell(text)}: {spell(other)}"
         for pattern, factor in self.weights.items():
+            is_factor = isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 <= factor < math.inf
             try:
                 re.compile(pattern)
-                if isinstance(factor, bool) or not 0 <= float(factor) < math.inf:
-                    raise ValueError
-            except (re.error, TypeError, ValueError):
+            except re.error:
+                is_factor = False
+            if not is_factor:
                 needed = "weights must map regular expressions to factors of at least 0"
                 yield f"{needed}; got {spell(pattern)}: {spell(factor)}"
         if self.prompts == "learn" and self.turns != "all":
