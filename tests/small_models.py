@@ -85,6 +85,8 @@ VALUES: dict[str, dict[str, Any]] = {
 }
 # On a CPU, transformers' own forward of these is wrong for documents longer than a chunk, and clamps by time_step_min.
 SIZES: dict[str, dict[str, Any]] = {
+    # Heads whose rows flash kernels can align.
+    "deepseek_v3": {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "qk_head_dim": 32, "v_head_dim": 16},
     "nemotron_h": {"chunk_size": 128, "time_step_min": 1e-30},
     "zamba2": {"chunk_size": 128, "time_step_min": 1e-30},
 }

@@ -56,6 +56,7 @@ CASES = {
     "shared prefixes": Case(packs="tries"),
     "tiles on the host": Case(overrides=("model.tile_tokens=5", "model.activation_offload=true")),
     "no recomputation": Case(overrides=("model.enable_gradient_checkpointing=false",)),
+    "narrow values": Case("deepseek_v3"),
     "wide heads": Case("wide", on_sdpa=tuple(BACKENDS)),
     "windows": Case("mistral"),
     "sinks": Case("gpt_oss"),
