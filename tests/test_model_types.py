@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import transformers
 from packaging.version import Version
 
 from tests.documents_alone import largest_errors
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_ranks
 from tests.small_models import KINDS, model_class, model_config, refusal
 from verl_ext.layers.trial import sharing_problem, trial_model
 
@@ -72,17 +71,17 @@ def test_the_rounding_of_experts_is_no_leak(threads):
 
 @pytest.mark.slow
 def test_every_type_is_exact_on_one_rank_and_on_two_or_refused_with_the_cause():
-    alone = [(_verdicts_and_errors, some) for some in parts(KINDS)]
-    together = [(_errors, some, [(2, 1), (1, 2)]) for some in parts(named("Trained"))]
     verdicts, errors = {}, {}
-    for found in run_ranks(in_turn, 2, [*alone, *together]):
-        for of_part in found[: len(alone)]:
-            verdicts |= of_part[0]
-            errors |= of_part[1]
-        assert [_wrong(of_part) for of_part in found[len(alone) :]] == [{}] * len(together)
+    for some in parts(KINDS):
+        for of_rank in run_ranks(_verdicts_and_errors, 2, some):
+            verdicts |= of_rank[0]
+            errors |= of_rank[1]
     assert _wrong(errors) == {}
     assert sorted(errors) == sorted(named("Trained")), "python docs/make_models.py writes the page"
     assert all("\n" not in cause for cause in verdicts.values() if cause is not None)
+    for some in parts(sorted(errors)):
+        for of_rank in run_ranks(_errors, 2, some, [(2, 1), (1, 2)]):
+            assert _wrong(of_rank) == {}
 
 
 def _refusal_to_share(kind):
@@ -101,16 +100,16 @@ def _verdicts_and_shared_errors(kinds):
 @pytest.mark.slow
 def test_every_type_that_carries_nothing_but_attention_shares_tokens_exactly():
     verdicts = {}
-    calls = [(_verdicts_and_shared_errors, some) for some in parts(named("Trained"))]
-    for of_part, errors in chain(*run_ranks(in_turn, 2, calls)):
-        assert _wrong(errors, ROUNDED_SUMS) == {}
-        verdicts |= of_part
+    for some in parts(named("Trained")):
+        for of_rank, errors in run_ranks(_verdicts_and_shared_errors, 2, some):
+            assert _wrong(errors, ROUNDED_SUMS) == {}
+            verdicts |= of_rank
     attention = [kind for name in ("attention", "attention with windows", "soft caps", "sinks") for kind in row(name)]
     assert sorted(kind for kind, problem in verdicts.items() if problem is None) == sorted(attention)
 
 
 def parts(kinds: list[str], size: int = 40) -> list[list[str]]:
-    """Split the types into parts that ranks compute within the limit of a call on a busy machine."""
+    """Split the types into parts whose ranks answer within the limit of `run_ranks` on a busy machine."""
     return [kinds[first : first + size] for first in range(0, len(kinds), size)]
 
 

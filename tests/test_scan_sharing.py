@@ -62,17 +62,15 @@ def shared_scan(folder, options):
     """
     from contextlib import redirect_stderr
     from io import StringIO
+    from unittest.mock import patch
 
-    import datasets.config
-
-    first = folder if isinstance(folder, str) else folder[0]
-    datasets.config.HF_DATASETS_CACHE = Path(first).parent / "cache"
     from verl_ext.trainer.distributed import RunRanks
 
+    first = folder if isinstance(folder, str) else folder[0]
     dataset = SFTDataSet(folder, **{"max_tokens": 100, **options})
     errors = StringIO()
     try:
-        with redirect_stderr(errors):
+        with redirect_stderr(errors), patch("datasets.config.HF_DATASETS_CACHE", Path(first).parent / "cache"):
             dataset.read_together(RunRanks())
     except SystemExit as left:
         return None, None, (left.code, errors.getvalue())
