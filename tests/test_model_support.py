@@ -7,10 +7,12 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from transformers import ShieldGemma2Config
 from transformers.models.olmo2 import modeling_olmo2
 
 from tests.checked import support_problems
 from tests.small_models import KINDS, model_class, model_config
+from verl_ext.config import support
 from verl_ext.config.architecture import Architecture
 from verl_ext.config.check import read_hf_config
 from verl_ext.config.newer import FIRST_VERSION, untried
@@ -137,6 +139,13 @@ def test_a_config_that_transformers_cannot_read_is_told_in_one_line(tmp_path, ca
         read_hf_config(str(tmp_path))
     assert "\n" not in str(told.value)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("version", "found"), [("5.15.1", False), ("5.16.0", True), ("5.24.0", True)])
+def test_a_language_model_that_transformers_reads_without_its_weights_is_refused(version, found, monkeypatch):
+    monkeypatch.setattr(support.transformers, "__version__", version)  # another module than the one imported here
+    lines = [line for line in support_problems(ShieldGemma2Config()) if "find none of its language model's" in line]
+    assert [line.endswith(f"; got {version}") for line in lines] == [True] * found
 
 
 def test_a_model_type_of_a_newer_transformers_is_told_with_its_version(tmp_path, monkeypatch):

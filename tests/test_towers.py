@@ -24,7 +24,7 @@ from tests.training import into, tensors_of, train_alone
 from verl_ext.commands.export import main as export
 from verl_ext.config.compose import compose
 from verl_ext.config.weights import check_weights
-from verl_ext.layers.towers import freeze, outside_text
+from verl_ext.layers.towers import freeze, outside_text, text_parts
 from verl_ext.parallel.shards import DocumentLayout
 
 FAMILIES = (  # their gradients on packs: test_model_types.py
@@ -36,6 +36,14 @@ FAMILIES = (  # their gradients on packs: test_model_types.py
 
 def _is_outside(name, outside):
     return f"{name}.".startswith(tuple(f"{part}." for part in outside))
+
+
+def test_a_class_that_leaves_its_embeddings_and_head_to_a_part_has_no_part_that_is_none(monkeypatch):
+    model = packed_and_plain("gemma3")[1]
+    whole = text_parts(model)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        monkeypatch.setattr(model, name, lambda: None)
+    assert text_parts(model) == whole[:-2]
 
 
 def test_a_pack_has_the_gradients_of_its_documents_alone():

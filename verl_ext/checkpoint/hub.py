@@ -18,7 +18,7 @@ _WEIGHTS = ["model*.safetensors*", "adapter_model*"]
 
 
 def push_problems(repo: str) -> Iterator[str]:
-    """Yield a line for a wrong name or a missing token; ask no server."""
+    """Yield a line for a wrong name or a missing token, without a server."""
     try:
         validate_repo_id(repo)
         is_name = repo.count("/") == 1

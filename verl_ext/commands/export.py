@@ -75,7 +75,7 @@ class ExportOptions(OutputOptions):
 
     @property
     def adapter(self) -> str | None:
-        """The base that an adapter folder names, or ""; None for other folders."""
+        """The base that an adapter folder names; None for other folders."""
         path = Path(self.checkpoint) / _ADAPTER
         if not any(path.parent.glob("adapter_model.*")):  # a checkpoint of adapters has such a config too
             return None

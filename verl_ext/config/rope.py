@@ -71,7 +71,7 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
 
 
 def _with_factor(hf_config: Any, given: Mapping[str, Any], length: Any) -> Mapping[str, Any]:
-    """Add the least whole factor that reaches `length` to a type without one."""
+    """Add the least whole factor that reaches `length`, if none is given."""
     kind = given.get("rope_type", given.get("type"))
     if kind not in _SCALED or "factor" in given or not isinstance(length, int):
         return given

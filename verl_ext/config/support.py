@@ -72,9 +72,8 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
         yield f"{name} must be {known}; it has {', '.join(modal)}"
     # Upstream: from 5.16 on, transformers renames these weights for the class that tells images, also in the language
     # model, which then reads none of them. To go when it renames them by class.
-    if getattr(hf_config, "model_type", None) == "shieldgemma2" and Version(transformers.__version__) >= Version(
-        "5.16"
-    ):
+    is_newer = Version(transformers.__version__) >= Version("5.16")
+    if is_newer and getattr(hf_config, "model_type", None) == "shieldgemma2":
         must = "must be read by transformers before 5.16, later ones find none of its language model's weights"
         yield f"{name} {must}; got {transformers.__version__}"
     if text.model_type in _ELSEWHERE:

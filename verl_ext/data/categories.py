@@ -165,7 +165,7 @@ class CategoryTable:
 
     @cached_property
     def index(self) -> NumberMap:
-        """The map of ids of any shape to dense indices 1..C, of 0 to 0, which refuses unknown ids."""
+        """The map of ids to dense indices 1..C, of 0 to 0; it refuses others."""
         return NumberMap({number: index for index, number in enumerate(self.ids, start=1)}, self._problem)
 
     def _problem(self, number: int) -> str:

@@ -57,7 +57,7 @@ def arrays_of_ranks(ranks: Ranks, name: str, make: Callable[[], Arrays], root: P
 
 
 def arrays_of_rank0(ranks: Ranks, name: Callable[[], str] | None, make: Callable[[], Arrays]) -> Arrays:
-    """Return what `make` gives rank 0, by a cached `name` unless it is None; collective."""
+    """Return what `make` gives rank 0, cached by `name` (None: not); collective."""
 
     def made() -> Arrays:
         with ranks.guard():

@@ -126,7 +126,7 @@ class SFTDataSet(PackDataset):
         self._plan_ahead()
 
     def _open(self, paths: Sequence[str], tokenizer: Any, key: str) -> tuple[DocumentSource, NDArray[np.int64] | None]:
-        """Return the data of absolute paths, and the rows of this set, ascending (None: all)."""
+        """Return the data of absolute paths, and this set's rows (None: all)."""
         return TokenizedData(paths, key), None
 
     def _plan_ahead(self) -> None:
@@ -140,7 +140,7 @@ class SFTDataSet(PackDataset):
 
     @cached_property
     def spans(self) -> Spans:
-        """The documents cut to the budget, in the order of their rows: the plan knows only pieces that fit."""
+        """The documents by row, cut to the budget: the plan knows these alone."""
         packing = self.options.packing
         spans = cut_spans(self._data.lengths[self._in_use], packing.max_tokens, packing.over_length, self.key)
         return Spans(row_numbers(self._in_use, spans.row), spans.start, spans.length)

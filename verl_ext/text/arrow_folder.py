@@ -105,7 +105,7 @@ class DatasetWriter:
             self._write_pending()
 
     def close(self) -> None:
-        """Finish the shards, and write the files that name them, as `Dataset.save_to_disk` does."""
+        """Finish the shards, and name them as `Dataset.save_to_disk` does."""
         from datasets import DatasetInfo, Features  # here, because importing it takes a second
 
         self._write_pending()

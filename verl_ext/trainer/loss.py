@@ -3,7 +3,8 @@
 verl's engine calls the loss function ``fn(model_output, data, dp_group)`` for every micro-batch.
 """
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,12 +84,8 @@ class StepLoss:
         sums.add_targets(category, *columns)
 
 
-class ProbabilityLoss(StepLoss):
-    """Dynamic fine-tuning: Σ a_t·p_t·ℓ_t / Z (arXiv 2508.05629).
-
-    p_t = exp(−ℓ_t) gets no gradient: targets it thinks unlikely move a model less. The head passes over its blocks
-    twice, as p_t comes first.
-    """
+class LossOfLosses(StepLoss):
+    """A loss whose coefficients follow from the losses of its targets, which the head computes first."""
 
     @property
     @override
@@ -99,6 +96,22 @@ class ProbabilityLoss(StepLoss):
     def coefficients(self, data: TensorDict, nll: torch.Tensor) -> torch.Tensor:
         return self.of_rows(data, nll)
 
-    def of_rows(self, data: TensorDict, nll: torch.Tensor, reduce: object = None) -> torch.Tensor:
-        """Return a_t·p_t, float32[T], from the losses, 0 for other ranks' tokens."""
-        return super().coefficients(data, nll) * torch.exp(-nll)
+    @abstractmethod
+    def of_rows(
+        self, data: TensorDict, nll: torch.Tensor, reduce: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """Return float32[T] from the losses, 0 for other ranks' tokens; `reduce` adds up over a pack's ranks."""
+
+
+class ProbabilityLoss(LossOfLosses):
+    """Dynamic fine-tuning: Σ a_t·p_t·ℓ_t / Z (arXiv 2508.05629).
+
+    p_t = exp(−ℓ_t) gets no gradient: targets it thinks unlikely move a model less. The head passes over its blocks
+    twice, as p_t comes first.
+    """
+
+    @override
+    def of_rows(
+        self, data: TensorDict, nll: torch.Tensor, reduce: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        return StepLoss.coefficients(self, data, nll) * torch.exp(-nll)

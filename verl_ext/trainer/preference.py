@@ -37,7 +37,7 @@ from verl_ext.losses import (
 )
 from verl_ext.metrics import PreferenceSums, StepSums
 from verl_ext.trainer.batch import LaidOut, Pack, PackTexts, StepBatch, StepCollator
-from verl_ext.trainer.loss import StepLoss
+from verl_ext.trainer.loss import LossOfLosses
 from verl_ext.trainer.mismatched import mismatched_pack
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class PreferenceCollator(StepCollator):
         return dict(zip(_OF_DOCUMENTS, (unit, answer, weight, targets, reference, slot), strict=True))
 
 
-class PreferenceLoss(StepLoss):
+class PreferenceLoss(LossOfLosses):
     """The loss of a step of preferences, by micro-batches.
 
     Args:
@@ -188,15 +188,7 @@ class PreferenceLoss(StepLoss):
         weights = options.likelihood_weight, options.sft_weight
         self._factors = [weight / z if z else 0.0 for weight, z in zip(weights, normalisers[1:], strict=True)]
 
-    @property
     @override
-    def flags(self) -> dict[str, Any]:
-        return {"coefficients_of": self.of_rows}
-
-    @override
-    def coefficients(self, data: TensorDict, nll: torch.Tensor) -> torch.Tensor:
-        return self.of_rows(data, nll)
-
     def of_rows(
         self, data: TensorDict, nll: torch.Tensor, reduce: Callable[[torch.Tensor], None] | None = None
     ) -> torch.Tensor:

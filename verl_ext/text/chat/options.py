@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, ClassVar, TypeVar
@@ -124,18 +124,7 @@ class ChatOptions(RecordOptions):
         for key, text in systems.items() if self.system is not None else ():
             if not isinstance(text, str) or not text.strip():
                 yield f"{key} must be a text, or a text for each category; got {spell(text)}"
-        for text, other in self.replace.items():
-            if not text or not isinstance(other, str):
-                yield f"replace must map texts to texts; got {spell(text)}: {spell(other)}"
-        for pattern, factor in self.weights.items():
-            is_factor = isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 <= factor < math.inf
-            try:
-                re.compile(pattern)
-            except re.error:
-                is_factor = False
-            if not is_factor:
-                needed = "weights must map regular expressions to factors of at least 0"
-                yield f"{needed}; got {spell(pattern)}: {spell(factor)}"
+        yield from self._text_problems()
         if self.prompts == "learn" and self.turns != "all":
             yield f"turns must be all with prompts=learn, which learns every part of a chat; got {self.turns}"
         if self.category_field == "":
@@ -149,6 +138,21 @@ class ChatOptions(RecordOptions):
                 yield f"chat_template must name a template of chat_templates={self.chat_templates}; got null"
         except UsageError as error:
             yield str(error)
+
+    def _text_problems(self) -> Iterator[str]:
+        """Yield a line for each text or pattern, and what it maps to, that cannot be used."""
+        for text, other in self.replace.items():
+            if not text or not isinstance(other, str):
+                yield f"replace must map texts to texts; got {spell(text)}: {spell(other)}"
+        for pattern, factor in self.weights.items():
+            is_factor = isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 <= factor < math.inf
+            try:
+                re.compile(pattern)
+            except re.error:
+                is_factor = False
+            if not is_factor:
+                needed = "weights must map regular expressions to factors of at least 0"
+                yield f"{needed}; got {spell(pattern)}: {spell(factor)}"
 
     @property
     def given_template(self) -> str | None:

@@ -183,6 +183,7 @@ def _read_model(moved: Moved) -> None:
         )
     if moved.is_on("processor_type"):
         moved.lack("processor_type", hf_trainer.IMAGES.lacks)
+    # Adapters begin as LoRA's do, on weights that are whole here.
     adapter = str(moved.get("adapter", default="")).lower()
     if adapter in ("lora", "qlora"):
         targets = None if moved.is_on("lora_target_linear") else moved.get("lora_target_modules")
