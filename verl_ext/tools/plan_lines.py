@@ -83,9 +83,10 @@ def time_lines(facts: Facts) -> Iterator[str]:
         f"time: {four_digits(facts['step_seconds'])} s a step ({', '.join(parts)}): "
         f"{four_digits(facts['tokens_per_second'])} tokens/s of a rank, an MFU of {facts['mfu']:.1%}"
     )
+    left_out = ", ".join(["start, optimizer, validation, checkpoints, jitter", *facts.get("left_out", ())])
     yield (
         f"time: {facts['steps']:,} steps, {four_digits(facts['hours'])} hours, {four_digits(facts['gpu_hours'])} GPU "
-        "hours; not in them: start, optimizer, validation, checkpoints, jitter"
+        f"hours; not in them: {left_out}"
     )
 
 

@@ -80,6 +80,9 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     step_seconds = float((computing + shown + exchange).sum()) / count
     model_flops, step_tokens = float(of_epoch(flops).sum()) / count, float(of_epoch(tokens).sum()) / count
     hours = step_seconds * run.total_steps / 3600
+    # Passes beside those of the steps' packs, which only losses of preferences need.
+    passes = ["the reference's pass over the data"] * run.objective.has_reference
+    passes += ["a step's forward pass of mismatched answers"] * run.objective.has_baseline
     return {
         "gpu": str(plan.gpu),
         "peak_flops": peak,
@@ -105,6 +108,7 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
         "steps": run.total_steps,
         "hours": hours,
         "gpu_hours": hours * ranks,
+        "left_out": passes,
     }
 
 
