@@ -9,7 +9,7 @@ import torch.distributed as dist
 from datasets import load_from_disk
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import activations, gpu, head, index, leaks, loading, packing, scaling, titans, training
+from benchmarks import activations, gpu, index, leaks, loading, packing, scaling, titans, training
 from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents, write_many_documents
 from benchmarks.gpu import cells
 from benchmarks.harness import equal
@@ -159,10 +159,7 @@ def test_sorted_batching_keeps_documents_of_like_length_in_shuffled_groups():
 # --- memory of heads and activations, leaks, memories
 
 
-def test_heads_and_activation_cases_compute_the_same():
-    sizes = head.Options(hidden=16, vocabulary=300)
-    heads = [head.measure(24, 0.3, name, sizes) for name in ("plain", "targets", "fused", "pairs", "verl")]
-    equal(heads, ("loss", "gradient"), 1e-5)
+def test_activation_cases_compute_the_same():
     sizes = activations.Options(hidden=16, intermediate=48, layers=2, tile=5)
     equal([activations.measure(case, 24, sizes) for case in activations.CASES], ("loss", "gradient"), 1e-5)
 
