@@ -1,14 +1,7 @@
-"""Memory and time of a step, by what layers keep.
+"""Memory and time of a step, by what layers keep; README.md has the cases.
 
-| case | layers |
-|---|---|
-| `plain` | keep what the backward pass reads |
-| `checkpoints` | gradient checkpointing |
-| `tiles` | `model.tile_tokens` |
-| `host` | `model.activation_offload=true`; on a CPU this shows the cost of the copies and not what they save |
-
-A cell is the forward and backward pass of Llama layers with random weights in fp32, in a process of its own: processor
-seconds on one thread, and the peak above weights and gradients. Losses and gradients of the cases must agree.
+A cell is the forward and backward pass of Llama layers with random weights, in a process of its own. Losses and
+gradients of the cases must agree.
 """
 
 from collections.abc import Iterable

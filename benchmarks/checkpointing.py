@@ -1,15 +1,4 @@
-"""The cost of saving, verifying, loading and exporting checkpoints, beside verl's.
-
-| part | what is timed |
-|---|---|
-| saved | a checkpoint, with syncing it to the disk and its checksums |
-| saved as verl does | verl's files, which are neither synced nor checked |
-| saved aside | `checkpoint.async_save=true`: the time for which training waits; a step while one is saved |
-| verified, loaded | its checksums; the state into the engine |
-| exported | shards for Hugging Face; private memory, beyond a process with torch, transformers and verl |
-
-The model is a Qwen3 with random weights in fp32 and AdamW.
-"""
+"""The cost of saving, verifying, loading and exporting checkpoints, beside verl's."""
 
 import shutil
 from collections.abc import Iterable
@@ -31,7 +20,6 @@ class Options(Sizes):
     hidden: int = option(512, "hidden size")
     layers: int = option(8, "layers")
     repeats: int = option(3, "turns, of which the median counts")
-    ranks: int = option(1, "ranks")
 
 
 @table("{part} | seconds {seconds.median:.2f} | GB {GB:.2f} | GB of memory {memory:.3f}")
@@ -44,7 +32,7 @@ def saved(options: Options, folder: Path) -> Iterable[Row]:
     write_qwen3(folder / "model", options.hidden, options.layers, TOKENS)
     rng, packs = np.random.default_rng(0), 4 * (options.repeats + 1)
     write_documents([random_document(TOKENS, VOCABULARY, rng) for _ in range(packs)], folder / "data")
-    found = on_ranks(options.ranks, measure, folder, options.repeats)[0]
+    found = on_ranks(1, measure, folder, options.repeats)[0]
     size = found.pop("GB")
     for part, took in found.items():
         yield {"part": part, "seconds": Turns(took), **({"GB": size} if part == "saved" else {})}

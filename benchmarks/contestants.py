@@ -90,8 +90,6 @@ class StockContestant(Contestant):
     under the token budget.
     """
 
-    ENGINE = "verl's"
-
     def __init__(self, run: Run, padded: int | None) -> None:
         config = copy.deepcopy(dict(run.config.values))
         config["model"]["use_remove_padding"] = padded is None
@@ -138,7 +136,7 @@ class StockContestant(Contestant):
 class PackedContestant(Contestant):
     """Our trainer's step on the packs of a prepared run, metrics included."""
 
-    ENGINE, lengths = "ours", staticmethod(document_lengths)
+    lengths = staticmethod(document_lengths)
 
     def __init__(self, run: Run) -> None:
         self.run, self.trainer = run, SFTTrainer(run)

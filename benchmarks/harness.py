@@ -196,9 +196,12 @@ def words_of(overrides: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def help_of(name: str) -> str:
+    """Return a benchmark's method, with its sections of README.md, and its options."""
     module = importlib.import_module(f"benchmarks.{name}")
     options = help_text("", module.Options, "").rpartition("\n\n")[2]
-    return f"{module.__doc__}\ntables: {', '.join(tables_of(module))}\n\n{options}"
+    _, _, *sections = (Path(__file__).parent / "README.md").read_text(encoding="utf-8").split("\n## ")
+    found = "\n".join(f"{section}\n" for section in sections if f"python -m benchmarks {name}" in section)
+    return f"{module.__doc__}\n{found}tables: {', '.join(tables_of(module))}\n\n{options}"
 
 
 def describe_machine() -> dict[str, Any]:

@@ -1,17 +1,7 @@
-"""Memory and time of a head and its token loss.
+"""Memory and time of a head and its token loss; README.md has the heads.
 
-| head | what it computes |
-|---|---|
-| `plain` | the logits of every token, then our token loss |
-| `targets` | the logits of target tokens, then our token loss |
-| `fused` | our fused head on target tokens, the default |
-| `pairs` | the same with coefficients that a first pass over the blocks gives, as losses of preferences need them |
-| `verl` | the logits of every token, then stock verl 0.9.1's token loss without flash-attn |
-| `trl` | the fused head of TRL 1.16's SFTTrainer without its metrics, on target tokens |
-
-From hidden states in fp32 to their gradients and the weight's; losses and gradients must agree. A cell has a process of
-its own: processor seconds, and the peak above weight and hidden states. verl 0.9.1 builds no model if TRL 1.16 is
-installed: `pip install --no-deps --target trl_only trl`, then `PYTHONPATH=trl_only` for this command alone.
+Losses and gradients must agree. verl 0.9.1 builds no model if TRL 1.16 is installed: `pip install --no-deps --target
+trl_only trl`, then `PYTHONPATH=trl_only` for this command alone.
 """
 
 from collections.abc import Callable, Iterable

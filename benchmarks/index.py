@@ -1,16 +1,7 @@
 """Megatron's indexed format: building it, its sample index, random samples.
 
 megatron-core is compared if it is installed; both must write the same bytes, build the same indices and read the same
-tokens, or the run ends. Text, tokenizer and corpora are made up.
-
-| table | ours | megatron-core | figure |
-|---|---|---|---|
-| `build` | `verl-ext index` | a pool, one document a call, its builder, as `preprocess_data.py` works | tokens/s |
-| `samples` | the three indices of an epoch | GPTDataset's | seconds of one core; private MiB above the lengths |
-| `reads` | a random sample through a warm map | the same; a whole row is `GPTDataset[i]`, tensors and masks | µs |
-
-`build` is also compared with the tokenizer's own batch call on texts in memory, its threads on all cores. Both builders
-are whole commands; their start, measured on one text, is not counted. `samples` has a process for each.
+tokens, or the run ends.
 """
 
 import filecmp
@@ -194,7 +185,7 @@ def their_indices(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, ...]:
     return order, starts, gpt_dataset._build_shuffle_index(len(starts) - 1, len(starts) - 1, random)
 
 
-@table("tokens of a document {mean:,} | {name} | µs a sample {us.median:.1f} | least {least:.1f}")
+@table("tokens of a document {mean:,} | {name} | µs a sample {us.median:.1f}")
 def reads(options: Options, folder: Path) -> Iterable[Row]:
     """Random samples from a warm map."""
 
@@ -207,7 +198,7 @@ def reads(options: Options, folder: Path) -> Iterable[Row]:
         turns = np.random.default_rng(SEED).integers(0, count, size).tolist()
         contestants = {name: partial(next, map(partial(us, read), turns)) for name, read in readers.items()}
         for name, took in take_turns(contestants, len(turns)).items():
-            yield {"mean": mean, "name": name, "us": Turns(took), "least": min(took)}
+            yield {"mean": mean, "name": name, "us": Turns(took)}
 
 
 def build_readers(options: Options, mean: int, folder: Path) -> tuple[dict[str, Callable[[int], Any]], int]:

@@ -9,7 +9,6 @@ A small random model of each type gets one row of five documents (108 tokens):
 | `verl` | stock verl 0.9.1's forward of Qwen3.5's layers, with the cumulative lengths that its engine passes |
 | `ours` | the layout of documents |
 
-On a CPU transformers' recurrence accepts and ignores verl's lengths; with flash-linear-attention on a GPU it does not.
 The error is ‖g − g'‖ / ‖g'‖ over all parameters in fp32; g' is transformers' with eager attention, by document.
 """
 

@@ -1,22 +1,8 @@
-"""Reading packs in a loader's worker, and starting on millions.
+"""Reading packs in a loader's worker, and starting on millions; README.md has the readers.
 
-One worker makes training data of the same conversations in four ways that take turns:
-
-| reader | what it does |
-|---|---|
-| `pack` | `SFTDataSet[k]`: a pack's tensors from the memory-mapped columns |
-| `worker` | the same and `StepCollator`: all work of our worker, loss coefficients and category counts included |
-| `seed` | TokenAwareBatchPack's `collate_fn`: rows of a shuffled `datasets.Dataset` as Python lists, padded |
-| `templating` | verl 0.9.1's `MultiTurnSFTDataset[i]`: template and tokenizer at every read, without its collator |
-
-`seed` and `pack` end at the same point, a pack's tensors; neither prepares a loss. The conversations are made-up words,
-tokenized once by `verl-ext tokenize` for the first three; a test compares every document's tokens and targets. Each
-runs on one thread and drops an output before it makes the next one, as a worker does. The folders are small and stay in
-the page cache for all readers. Figures are tokens per second of processor time.
-
-`start` is the work of one rank before a model is loaded, in fresh processes: opening and checking the folder, planning
-the packs, and the scan (targets, vocabulary, categories), which a first start reads from all tokens and a second from
-the cache. Private memory is without mapped files. Its documents need 4 GB in TMPDIR.
+The conversations are made-up words, tokenized once by `verl-ext tokenize` for the first three readers; a test compares
+every document's tokens and targets. Each runs on one thread and drops an output before it makes the next one, as a
+worker does. The folders stay in the page cache for all readers. The documents of `start` need 4 GB in TMPDIR.
 """
 
 import tempfile

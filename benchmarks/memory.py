@@ -1,12 +1,6 @@
 """The peak memory that `verl-ext plan` predicts, beside that of real ranks.
 
-| | what it is |
-|---|---|
-| predicted | the peak minus the memory held between steps, for the kernel and type of the real ranks |
-| measured | the peak of resident memory in a step, as the kernel counts it, minus that before the step |
-
-Small models (hidden size 512, 4 layers, vocabulary 32,000, fp32, `sdpa`) take steps of hundreds of MiB, each rank in a
-fresh process. `--table lengths` plans a Qwen3-8B on 8 GPUs with the options of `recipe=glm_long/stage2_1m`.
+Both are above what is held between steps, for the kernel and type of the real ranks, each in a fresh process.
 """
 
 import os

@@ -1,21 +1,8 @@
 """Packers beside each other, and how evenly ranks share steps.
 
-| packer | takes | gives |
-|---|---|---|
-| `best_fit`, ours | lengths int64[D] | `document_index` and `pack_offsets`, the CSR index that a dataset reads |
-| `lightbinpack.obfd` | a list, or int32[D] | lists of lists |
-| NeMo Automodel's `greedy_knapsack` | a list | lists of lists |
-| axolotl's `pack_parallel` | int32[D] | lists of lists |
-
-Packers take turns in one process on one core; a figure is the best of its turns. Lengths are made in a packer's form
-outside the clock. Every plan is checked for lost documents and packs over budget. Peers are optional; a missing one has
-a row with the reason. Objects left by imports are frozen before the clock starts: without this, packers that return
-many lists took up to three times as long.
-
-The balance is the cost of the most expensive pack of each group of packs (one a rank) over the mean, with a cost of
-24,576·l + l²: attention costs as much as the rest at 24,576 tokens. An epoch takes that many times as long as with
-perfectly shared work. Full steps leave out the packs that do not fill a step; with the tail, the last step is smaller
-and ranks idle in its last group.
+Lengths are made in a packer's form outside the clock. Every plan is checked for lost documents and packs over budget. A
+missing peer has a row with the reason. Full steps leave out the packs that do not fill a step; with the tail, the last
+step is smaller and ranks idle in its last group.
 """
 
 import gc

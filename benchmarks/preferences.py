@@ -1,17 +1,7 @@
 """Preferences beside SFT on the same rows, with a shared prompt, and TRL 1.16's DPOTrainer.
 
-A training step on pairs has a prompt of 95 % of each row, or of a ninth:
-
-| name | trains with |
-|---|---|
-| `sft` | the token loss on both answers of each pair, rows whole |
-| `whole` | DPO on the same rows |
-| `shared` | DPO, a pair's prompt computed once (`data.share_prefixes`) |
-| `trl` | TRL's DPOTrainer, all pairs in a batch that needs no padding, reference precomputed |
-
-The first three take turns in one process. TRL cannot be imported beside verl 0.9.1: `pip install --no-deps --target DIR
-trl==1.16.0`, then `trl=DIR`; its steps follow in a process of their own, so that processor time is compared. The
-reference's sums are 0 for all, whose losses must agree; a learning rate of 1e-30 moves no weight.
+A prompt has 95 % of each row, or a ninth. TRL cannot be imported beside verl 0.9.1, so `trl=` names a folder that holds
+it. The reference's sums are 0 for all, whose losses must agree; a learning rate of 1e-30 moves no weight.
 """
 
 from collections.abc import Iterable
@@ -23,7 +13,7 @@ from benchmarks.cells import in_own_process, on_ranks
 from benchmarks.documents import Document, document_of, write_documents
 from benchmarks.harness import Row, equal, option, table
 from benchmarks.models import VOCABULARY, write_qwen3
-from benchmarks.training import NO_LEARNING, ModelSizes, Way, measured_rows, ratios
+from benchmarks.training import NO_LEARNING, ModelSizes, ratios, rows_of_a_step
 
 DPO = ("pairs", "data=preference", "loss=dpo")  # the folder of its rows, and its options
 PROMPT_SHARE = 0.95  # of a row
@@ -40,9 +30,8 @@ class Options(ModelSizes):
 
 @table(
     "tokens of a prompt {prompt:,} | of an answer {answer:,} | {name} | tokens {tokens[0]:,} | "
-    "computed {computed:.0%} | s/step {wall.median:.2f} | cpu s/step {cpu.median:.2f} | × sft, cpu {× sft, cpu:.3f} | "
-    "× whole, wall {× whole, wall:.2f} | × whole, cpu {× whole, cpu:.2f} | "
-    "× trl, cpu {× trl, cpu:.2f} | loss {loss[0]:.6f}"
+    "computed {computed:.0%} | cpu s/step {cpu.median:.2f} | × sft, cpu {× sft, cpu:.3f} | "
+    "× whole, cpu {× whole, cpu:.2f} | × trl, cpu {× trl, cpu:.2f}"
 )
 def steps(options: Options, folder: Path) -> Iterable[Row]:
     """Speed of a step on the same pairs."""
@@ -57,7 +46,7 @@ def steps(options: Options, folder: Path) -> Iterable[Row]:
         equal(rows[1:3], ("loss",), 1e-5)
         equal(rows[1:], ("loss",), 1e-4)  # TRL adds up log-probabilities in fp32
         for row in ratios(rows, *(row["name"] for row in rows if "cpu" in row)):
-            yield {"prompt": prompt, "answer": answer, "computed": sum(row["ran"]) / sum(row["tokens"]), **row}
+            yield {"prompt": prompt, "answer": answer, **row}
 
 
 def pairs_of(options: Options, prompt: int, answer: int) -> list[Document]:
@@ -78,9 +67,9 @@ def compete(options: Options, prompt: int, answer: int, folder: Path) -> Row:
     units = {"unit": np.tile([2, 0], options.pairs), "answer": np.tile([1, -1], options.pairs)}
     write_documents(documents, folder / "rows")
     write_documents(documents, folder / "pairs", {**units, "pair_weight": np.ones(len(documents))})
-    ways: dict[str, Way] = {}
+    built = {}
     for name, shares, data, *own in (("sft", "false", "rows"), ("whole", "false", *DPO), ("shared", "true", *DPO)):
         setting = Setting(folder / "model", folder / data, folder, budget, options.repeats + 2, (NO_LEARNING,))
         one = setting.packed(name, *own, f"data.share_prefixes={shares}")
-        ways[name] = one, [[one.load(documents, setting.data)]] * (options.repeats + 1)
-    return {"rows": measured_rows(ways, options.repeats, folder / "model", np.inf)}  # SFT's loss is another
+        built[name] = one, one.load(documents, setting.data)
+    return rows_of_a_step(built, options.repeats, folder / "model", np.inf)  # SFT's loss is another

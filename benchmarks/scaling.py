@@ -4,12 +4,8 @@
                  + FSDP's traffic that this computation does not hide
     step         its micro-steps, the optimizer, small collectives, and a share of a checkpoint
 
-Packs are visited in shuffled and in balanced order. Costs, orders and the wait for the slowest rank are those of
-`verl_ext.packing`; what computation hides is that of `verl-ext plan`. docs/scaling.md explains the assumptions.
-
-The check gives the simulation two measured numbers, a rank's operations per second (two one-rank runs side by side) and
-the speed of a link (an all-gather of two ranks), and compares its prediction with the trainer's own steps on two ranks.
-There nothing is hidden, and small models have no gradient checkpointing.
+Costs, orders and the wait for the slowest rank are those of `verl_ext.packing`; what computation hides is that of
+`verl-ext plan`. docs/scaling.md explains the assumptions and the check, whose small models have no recomputation.
 """
 
 import os

@@ -7,10 +7,7 @@
 | `system` | chats of 300 tokens behind one system prompt of 1,000 |
 | `nothing` | no common beginning: what looking for one costs a step |
 
-`dynamic` is verl's engine with `use_dynamic_bsz`; `whole` and `shared` are ours on packs of the same budget, without
-and with the option. All train on the same documents and report the same loss, to 1.4e-5, or the run ends; a learning
-rate of 1e-30 moves no weight. A step's batches are made before it. `peak` is what the first step of a process
-adds to its memory.
+All train on the same documents and report the same loss, or the run ends; a learning rate of 1e-30 moves no weight.
 """
 
 from collections.abc import Iterable
@@ -24,7 +21,7 @@ from benchmarks.documents import Document, document_of, make_documents, write_do
 from benchmarks.harness import Row, option, table
 from benchmarks.meters import measured
 from benchmarks.models import VOCABULARY, write_qwen3
-from benchmarks.training import NO_LEARNING, ModelSizes, measured_rows, ratios
+from benchmarks.training import NO_LEARNING, ModelSizes, ratios, rows_of_a_step
 
 QUESTIONS, SHARE_OF_TEXT, TURNS, SYSTEM, CHAT = 5, 0.95, 6, 1000, 300
 NAMES = ("dynamic", "whole", "shared")
@@ -43,7 +40,7 @@ class Options(ModelSizes, kinds=KINDS):
 @table(
     "documents {kind} | tokens of a text {text:,} | {name} | tokens {tokens[0]:,} | computed {computed:.0%} | "
     "s/step {wall.median:.2f} | × whole, wall {× whole, wall:.2f} | × whole, cpu {× whole, cpu:.2f} | "
-    "× dynamic, cpu {× dynamic, cpu:.2f} | peak MiB {peak:.0f} | peak × whole {peak ratio:.2f}"
+    "× dynamic, cpu {× dynamic, cpu:.2f} | peak × whole {peak ratio:.2f}"
 )
 def sharing(options: Options, folder: Path) -> Iterable[Row]:
     """Time and memory of a step, by documents and contestant."""
@@ -54,9 +51,7 @@ def sharing(options: Options, folder: Path) -> Iterable[Row]:
             found = on_ranks(1, compete, *place, threads=options.threads)[0]["rows"]
             peaks = {name: on_ranks(1, peak_of, *place, name, threads=options.threads)[0]["peak"] for name in NAMES}
             for row in ratios(found, "whole", "dynamic"):
-                peak = peaks[row["name"]]
-                facts = {"kind": kind, "text": text, "computed": sum(row["ran"]) / sum(row["tokens"])}
-                yield {**facts, "peak": peak, "peak ratio": peak / peaks["whole"], **row}
+                yield {"kind": kind, "text": text, "peak ratio": peaks[row["name"]] / peaks["whole"], **row}
 
 
 def documents_of(kind: str, text: int, options: Options, rng: np.random.Generator) -> list[Document]:
@@ -87,8 +82,7 @@ def documents_of(kind: str, text: int, options: Options, rng: np.random.Generato
 def compete(options: Options, kind: str, text: int, folder: Path) -> Row:
     """Return the contestants' rows; a turn is a step on the same documents."""
     built = {name: build(options, kind, text, folder, name) for name in NAMES}
-    ways = {name: (one, [[batch]] * (options.repeats + 1)) for name, (one, batch) in built.items()}
-    return {"rows": measured_rows(ways, options.repeats, folder / "model", 1.4e-5)}
+    return rows_of_a_step(built, options.repeats, folder / "model", 1.4e-5)
 
 
 def peak_of(options: Options, kind: str, text: int, folder: Path, name: str) -> Row:

@@ -1,15 +1,7 @@
 """Time and memory per token, with long-term memory and full attention.
 
-| | what is compared |
-|---|---|
-| `full` | a small Qwen3 with full causal attention: transformers' `sdpa`, which never holds a T × T matrix |
-| `memory` | the same as `model=qwen_titans`, in chunks with a memory in its middle layer |
-| `read` | scores the next token after T tokens, without gradients |
-| `train` | forward and backward of a step whose targets are the last 8 tokens, with gradient checkpointing |
-
-Weights are random, in fp32 on a CPU and bf16 on a GPU. Training back through all chunks keeps one layer input per
-token, which `bptt_chunks` limits. A cell has a process of its own: its time is the fastest of its passes, its memory
-the peak above that of the loaded model. For reading, the share of the time inside the memory's modules is measured too.
+Training back through all chunks keeps one layer input per token, which `bptt_chunks` limits. For reading, the share of
+the time inside the memory's modules is measured too.
 """
 
 import time

@@ -1,19 +1,8 @@
 """The command that tokenizes chats, beside the tokenizer's own batch call, by chat template.
 
-Short chats are the records; a long one is JOINED of them, each message joined with those at its place. In every turn
-each contestant gets the same chats:
-
-| contestant | what it does |
-|---|---|
-| `encode_batch` | the tokenizer's own call on one core, on rendered texts in memory; it keeps no token |
-| `local N` | all of `verl-ext tokenize num_workers=N`: parses, renders, masks and writes the records |
-| `ray N` | the same with `backend=ray`, on a Ray cluster of N CPUs that it starts, or the one at `$RAY_ADDRESS` |
-
-The figures are of the steady state: a command runs on a quarter of the chats and on all of them, and the difference is
-the time of the other three quarters, without starts. A ratio is the command's speed over encode_batch's on these chats
-in the same turn, or over its own with one worker. It is given by wall time, which other programs of the machine
-disturb, and by processor time: that of all the command's processes, divided by its workers. Memory is the largest
-sampled resident memory of the command's process and of any of its workers.
+A long chat is JOINED of the records, each message joined with those at its place. Processor time is that of all the
+command's processes, divided by its workers. Memory is the largest sampled resident memory of the command's process and
+of any of its workers.
 """
 
 import json

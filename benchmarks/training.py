@@ -1,43 +1,10 @@
-"""Training beside stock verl 0.9.1, step by step and epoch by epoch.
+"""Training beside stock verl 0.9.1, step by step and epoch by epoch; README.md has the contestants and the figures.
 
-`contest`: the same small Qwen3 trains on the same documents, step by step, in one process:
-
-| contestant | engine | micro-batches |
-|---|---|---|
-| `padded` | verl's, untouched | 4 documents (verl's default) in shuffled order, padded to the longest of them |
-| `dynamic` | verl's, untouched | verl's `use_dynamic_bsz` under a limit of `budget` tokens, no padding |
-| `ours` | ours | best-fit packs, no padding, category loss reported at every step |
-
-`longalign`: each trains once on all of 256 long-tailed documents, on one rank and on two data-parallel ranks (gloo and
-one thread each; nccl and one GPU each if there are GPUs). On one rank no rank waits for another, so only LongAlign's
-own three run there:
-
-| method | engine | micro-batches of a rank |
-|---|---|---|
-| `naive` | verl's | 4 documents (verl's default) in random order, padded to the longest of them |
-| `sorted` | verl's | sorted batching: the same 4, of similar length |
-| `naive_1` | verl's | one document in random order |
-| `sorted_1` | verl's | one document, the ranks' documents of similar length: LongAlign's script |
-| `dynamic` | verl's | verl's `use_dynamic_bsz` on the rank's random share of the step |
-| `packing` | ours | one best-fit pack, `data.balance=none` |
-| `balanced` | ours | one best-fit pack, `data.balance=sorted`: the ranks' packs of similar cost (GLM-Long's) |
-
-- All have the same weights, optimizer, precision (fp32 on a CPU) and gradient checkpointing (off). Documents are
-  LongAlign's mixture, scaled to the budget. A hidden size of 256 keeps tokens per hidden unit, and thus attention's
-  share of the work, as with 4,096 at 65,536 tokens.
-- Tokens, targets and loss of a turn are the same for all, or the run ends: contest's loss to 1.4e-5 (1e-4 of 6.9),
-  longalign's to 1e-4, over an epoch, as its steps differ, at a learning rate (1e-30) that moves no weight.
-- `wall` is the time of a turn between two barriers of all ranks; batches are made before it. `cpu` adds up the busiest
-  rank's processor time micro-step by micro-step (the work of all ranks before they meet in the next forward's
-  collectives): other work affects it less, and collectives cost nothing. Ratios are taken turn by turn.
-- `cost/ideal` is Σ over micro-steps of the most expensive rank over the ranks' mean, by the trainer's cost model
-  (verl's rows count whole, as its dense attention computes them); `idle` is the same from measured processor time.
-- Without flash-attn stock verl runs `sdpa` with a dense mask (of padding in `padded`, of document blocks in `dynamic`),
-  which computes all of T², and processes the logits row by row in Python. Ours calls SDPA document by document. With
-  flash-attn neither computes masked positions.
+Tokens, targets and loss of a turn are the same for all, or the run ends: contest's loss to 1.4e-5 (1e-4 of 6.9),
+longalign's to 1e-4, over an epoch, as its steps differ, at a learning rate (1e-30) that moves no weight.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,8 +69,7 @@ def contest(options: Options, folder: Path) -> Iterable[Row]:
 
 
 @table(
-    "ranks {ranks} | method {name} | engine {engine} | documents {documents[0]} | targets {targets[0]:,} | "
-    "steps {steps} | forwards {forwards[0]} | padding {padding:.0%} | wall s {wall.median:.1f} | "
+    "ranks {ranks} | method {name} | padding {padding:.0%} | wall s {wall.median:.1f} | "
     "× naive, wall {× naive, wall:.2f} | cpu s {cpu.median:.1f} | × naive, cpu {× naive, cpu:.2f} | "
     "cost/ideal {cost_over_ideal[0]:.3f} | idle {idle.median:.0%}"
 )
@@ -125,7 +91,8 @@ def ratios(rows: Sequence[Row], *bases: str) -> Iterable[Row]:
     for row in rows:
         clocks = [clock for clock in ("wall", "cpu") if clock in row]
         times = {f"× {base}, {clock}": by_name[base][clock] / row[clock] for base in bases for clock in clocks}
-        yield {**row, **times, "padding": 1 - sum(row["tokens"]) / sum(row["ran"])}
+        ran, tokens = sum(row["ran"]), sum(row["tokens"])
+        yield {**row, **times, "padding": 1 - tokens / ran, "computed": ran / tokens}
 
 
 def compete(options: Options, folder: Path) -> Row:
@@ -179,10 +146,16 @@ def measured_rows(ways: dict[str, Way], turns: int, model: Path, tolerance: floa
         dist.all_gather_object(ranks, measured)
         of_turns = [over_ranks(of_turn) for of_turn in zip(*ranks, strict=True)]
         figures = {figure: [of_turn[figure] for of_turn in of_turns] for figure in of_turns[0]}
-        rows.append({"name": name, "engine": ways[name][0].ENGINE, "steps": len(ways[name][1][-1]), **figures})
+        rows.append({"name": name, **figures})
     equal(rows, ("tokens", "targets"), 0)
     equal(rows, ("loss",), tolerance)
     return rows
+
+
+def rows_of_a_step(built: Mapping[str, tuple[Any, Any]], turns: int, model: Path, tolerance: float) -> Row:
+    """Return the rows of contestants whose turn is a step on the same batch."""
+    ways = {name: (one, [[batch]] * (turns + 1)) for name, (one, batch) in built.items()}
+    return {"rows": measured_rows(ways, turns, model, tolerance)}
 
 
 def over_ranks(ranks: Sequence[Row]) -> Row:

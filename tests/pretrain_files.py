@@ -4,8 +4,11 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from verl_ext.data.stream.megatron.index import IndexWriter
 
 WORDS = 60
 
@@ -57,3 +60,12 @@ def plain_row(tokenizer: PreTrainedTokenizerFast, text: str, max_length: int) ->
     padding = max_length - len(ids)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return ids + [pad] * padding, [-100] + ids[1:] + [-100] * padding
+
+
+def write_index(prefix: Path, documents: Sequence[Sequence[int]]) -> str:
+    """Write an index of these lists of token ids."""
+    prefix.parent.mkdir(exist_ok=True)
+    writer = IndexWriter(prefix, np.uint16)
+    writer.add(np.concatenate([np.asarray(d, np.uint16) for d in documents]), np.array([len(d) for d in documents]))
+    writer.close()
+    return str(prefix)

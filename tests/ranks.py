@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,40 +40,51 @@ def in_turn(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     return [function(*arguments) for function, *arguments in calls]
 
 
-def run_cases(cases: Mapping[Name, tuple[Any, ...]]) -> dict[Name, tuple[Any, ...]]:
+def run_cases(*stages: Mapping[Name, tuple[Any, ...]]) -> dict[Name, tuple[Any, ...]]:
     """Run a function of each case ``{name: (ranks, function, *arguments)}``; return its results in rank order by name.
 
-    The ranks start once, and form the largest group first, then smaller ones; so the ranks of a group are alike.
+    The ranks start once. In a stage they form the largest group first, then smaller ones; so the ranks of a group are
+    alike. A later stage may use what an earlier one wrote.
     """
-    groups: dict[int, dict[Name, list[Any]]] = {}
-    for name, (ranks, *call) in cases.items():
-        groups.setdefault(ranks, {})[name] = call
+    groups: list[tuple[int, dict[Name, list[Any]]]] = []
+    for cases in stages:
+        of_stage: dict[int, dict[Name, list[Any]]] = {}
+        for name, (ranks, *call) in cases.items():
+            of_stage.setdefault(ranks, {})[name] = call
+        groups += sorted(of_stage.items(), reverse=True)
+    sizes = {name: ranks for ranks, calls in groups for name in calls}
+    most, seconds = max(sizes.values()), len(sizes) * _SECONDS
     with (
         tempfile.TemporaryDirectory() as folder,
-        started_ranks(_in_groups, max(groups), groups, folder) as (_, answers),
+        started_ranks(_in_groups, most, groups, folder, seconds) as (_, answers),
     ):
-        of_ranks = _collect(answers, max(groups), len(cases) * _SECONDS)
-    return {name: tuple(found[name] for found in of_ranks[: case[0]]) for name, case in cases.items()}
+        of_ranks = _collect(answers, most, seconds)
+    return {name: tuple(found[name] for found in of_ranks[:ranks]) for name, ranks in sizes.items()}
 
 
-def _in_groups(groups: dict[int, dict[Name, list[Any]]], folder: str) -> dict[Name, Any]:
+def _in_groups(groups: Sequence[tuple[int, dict[Name, list[Any]]]], folder: str, seconds: float) -> dict[Name, Any]:
     """Make the calls of each group that this rank is in."""
     import torch.distributed as dist
 
     rank, found = dist.get_rank(), {}
-    for ranks in sorted(groups, reverse=True):
+    for number, (ranks, calls) in enumerate(groups):
         if rank < ranks:
             _leave_group()
-            _join_group(rank, ranks, f"{folder}/{ranks}")
-            found |= {name: function(*arguments) for name, (function, *arguments) in groups[ranks].items()}
+            _join_group(rank, ranks, f"{folder}/{number}", seconds)  # while others may be in another group
+            for name, (function, *arguments) in calls.items():
+                try:
+                    found[name] = function(*arguments)
+                except BaseException as error:
+                    raise AssertionError(f"case {name!r} failed") from error
     return found
 
 
-def _join_group(rank: int, ranks: int, store: str) -> None:
+def _join_group(rank: int, ranks: int, store: str, seconds: float = _SECONDS) -> None:
     import torch.distributed as dist
 
     os.environ["WORLD_SIZE"] = str(ranks)
-    limit = timedelta(seconds=_SECONDS)
+    os.environ.pop("LOCAL_WORLD_SIZE", None)  # which verl's workers of an earlier group have set
+    limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
 
 
@@ -98,21 +110,23 @@ def only_rank() -> Iterator[None]:
 @contextmanager
 def started_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> Iterator[tuple[list[Any], Any]]:
     """Start the processes of :func:`run_ranks`, which end with the block; yield them and the queue of their answers."""
-    _start_server()
     answers = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            _context.Process(target=_rank, args=(function, rank, world_size, folder, answers, arguments), daemon=True)
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
+        ranks = [forked(_rank, function, rank, world_size, folder, answers, arguments) for rank in range(world_size)]
         try:
             yield ranks, answers
         finally:
             for process in ranks:
                 process.kill()  # also ends a stopped rank, or one that takes signals as requests
                 process.join()
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> BaseProcess:
+    """Start a function in a process that forks from the server: a program whose start is not what is tested."""
+    _start_server()
+    process = _context.Process(target=function, args=arguments, daemon=True)
+    process.start()
+    return process
 
 
 def _start_server() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.small_models import packed_and_plain
 from tests.tiny_model import write_tiny_model
 from verl_ext.answers.generation import Sampling
@@ -82,16 +82,28 @@ LAYOUTS = {"data_parallel": (1, ()), "ulysses": (2, ()), "adapters": (1, LORA)}
 
 
 @pytest.fixture(scope="module")
-def answered(folders):
-    """Return the expected answers of each family, and those on two ranks by layout; adapters have Qwen3 alone."""
+def penalized(tmp_path_factory):
+    """Write a model whose generation_config.json holds a repetition penalty; return it and its answers without one."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("penalized"))
+    expected = _plain_answers(folder)
+    config = AutoModelForCausalLM.from_pretrained(folder).generation_config
+    config.repetition_penalty = 5.0
+    config.save_pretrained(folder)
+    assert _plain_answers(folder) != expected
+    return folder, expected
+
+
+@pytest.fixture(scope="module")
+def answered(folders, penalized):
+    """Return the expected answers of each family, and those of ranks by layout; adapters have Qwen3 alone."""
     expected = {name: _plain_answers(folder) for name, folder in folders.items()}
     # An end token that only some answers contain ends rows at different times, on one rank long before the other.
     stops = {"qwen3": (expected["qwen3"][0][1], expected["qwen3"][2][0], expected["qwen3"][4][0])}
     expected |= {"qwen3": _plain_answers(folders["qwen3"], stops["qwen3"])}
-    calls = [(_answers, folders, layout, stops) for layout in LAYOUTS.values()]
-    calls[2] = (_answers, {"qwen3": folders["qwen3"]}, LAYOUTS["adapters"], stops)
-    of_ranks = run_ranks(in_turn, 2, calls)
-    return expected, {name: [found[number] for found in of_ranks] for number, name in enumerate(LAYOUTS)}
+    models = {name: {"qwen3": folders["qwen3"]} if name == "adapters" else folders for name in LAYOUTS}
+    cases = {name: (2, _answers, models[name], layout, stops) for name, layout in LAYOUTS.items()}
+    cases |= {"drawn": (1, _drawn, folders["qwen3"]), "penalized": (1, _answers, {"one": penalized[0]}, (1, ()), {})}
+    return expected, run_cases(cases)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -103,15 +115,7 @@ def test_answers_of_shards_are_those_of_the_whole_model_also_with_fresh_adapters
         assert set(untouched.values()) == {(True, True, True, True)}
 
 
-def test_drawn_answers_follow_from_their_seed_and_greedy_ones_ignore_the_models_own_penalty(folders, tmp_path):
-    """generation_config.json may hold a repetition penalty."""
-    folder = write_tiny_model(tmp_path)
-    expected = _plain_answers(folder)
-    config = AutoModelForCausalLM.from_pretrained(folder).generation_config
-    config.repetition_penalty = 5.0
-    config.save_pretrained(folder)
-    assert _plain_answers(folder) != expected
-    calls = [(_drawn, folders["qwen3"]), (_answers, {"one": folder}, (1, ()), {})]
-    (((first, again, other), (found, _)),) = run_ranks(in_turn, 1, calls)
+def test_drawn_answers_follow_from_their_seed_and_greedy_ones_ignore_the_models_own_penalty(answered, penalized):
+    ((first, again, other),), ((found, _),) = (answered[1][name] for name in ("drawn", "penalized"))
     assert first == again != other
-    assert found["one"] == expected[0::2]
+    assert found["one"] == penalized[1][0::2]

@@ -47,13 +47,9 @@ def test_ratios_are_to_the_first_row_and_rows_that_differ_are_no_result():
             equal(differing, ("loss",), tolerance)
 
 
-def _printing(value):
+def _failing(value):
     print('{"found": "noise"}')
-    return {"found": value}
-
-
-def _failing():
-    yield {"kernel": "sdpa"}
+    yield {"found": value}
     raise ValueError("too long")
 
 
@@ -66,16 +62,15 @@ def _meeting():
 
 
 def test_a_cell_returns_its_figures_alone_and_keeps_them_when_it_fails():
-    assert in_own_process(_printing, 3) == {"found": 3}
     named = "tests.test_benchmark_harness:_failing"
-    assert in_own_process(named) == {"kernel": "sdpa", "failed": "ValueError: too long"}
+    assert in_own_process(named, 3) == {"found": 3, "failed": "ValueError: too long"}
 
 
 @pytest.mark.slow
 def test_ranks_meet_and_one_that_fails_ends_the_benchmark():
     assert on_ranks(2, _meeting) == [{"ranks": [0, 1]}] * 2
     with pytest.raises(RuntimeError, match="a rank of _failing failed"):
-        on_ranks(1, _failing)
+        on_ranks(1, _failing, 3)
 
 
 @pytest.mark.parametrize(

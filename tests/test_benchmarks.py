@@ -5,19 +5,36 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import load_from_disk
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import activations, gpu, head, index, leaks, loading, packing, scaling, titans, training
+from benchmarks import activations, gpu, index, leaks, loading, packing, scaling, titans, training
 from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents, write_many_documents
 from benchmarks.gpu import cells
 from benchmarks.harness import equal
 from benchmarks.models import write_model, write_qwen3
 from benchmarks.texts import Kind
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from verl_ext.packing import cost_over_ideal
 
 pytestmark = pytest.mark.slow
+SIZES = {"hidden": 128, "layers": 1}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Return what rank 0 of each group of ranks measured."""
+    folder = tmp_path_factory.mktemp("measured")
+    contest = training.Options(documents=12, budget=256, repeats=2, **SIZES)
+    epochs = training.Options(epoch_documents=32, epoch_budget=256, steps=2, epochs=1, ranks=[2], **SIZES)
+    cases = {
+        "longalign": (2, _measure_epochs, epochs, folder / "longalign"),
+        "read": (1, _read, folder / "corpus"),
+        "contest": (1, _compete, contest, folder / "contest"),
+        "flops": (1, _on_tiny_models, folder / "tiny"),
+    }
+    return {name: first for name, (first, *_) in run_cases(cases).items()}
 
 
 # --- packing
@@ -42,8 +59,8 @@ def test_groups_share_steps_as_the_readme_says(ranks, found):
 # --- loading
 
 
-def test_every_reader_gives_the_same_tokens_and_targets(tmp_path):
-    documents, tokens = run_ranks(_read, 1, tmp_path / "corpus")[0]
+def test_every_reader_gives_the_same_tokens_and_targets(found):
+    documents, tokens = found["read"]
     for of_reader in documents.values():
         assert of_reader == documents["templating"]
         assert sum(len(ids) for ids, _ in of_reader) == tokens
@@ -87,9 +104,8 @@ def test_many_documents_are_an_ordinary_tokenized_folder(tmp_path, monkeypatch):
 # --- training
 
 
-def test_contestants_get_the_same_documents_and_run_what_their_names_say(tmp_path):
-    options = training.Options(documents=12, budget=256, hidden=128, layers=1, repeats=2)
-    rows, loaded = run_ranks(_compete, 1, options, tmp_path)[0]
+def test_contestants_get_the_same_documents_and_run_what_their_names_say(found):
+    rows, loaded = found["contest"]
     assert all(documents == loaded["ours"] for documents in loaded.values())
     rows = {row["name"]: row for row in rows}
     assert len({tuple(row["tokens"]) for row in rows.values()}) == 1  # their losses are compared by the benchmark
@@ -109,12 +125,16 @@ def _compete(options, folder):
     return rows, {name: _documents(turns[-1][0]) for name, (_, turns) in ways.items()}
 
 
-def test_longaligns_methods_train_on_the_same_targets_and_wait_as_their_names_say(tmp_path):
-    options = training.Options(epoch_documents=32, epoch_budget=256, hidden=128, layers=1, steps=2, epochs=1, ranks=[2])
-    write_qwen3(tmp_path / "model", 128, 1, 256)
-    write_documents(training.documents_of(options), tmp_path / "documents")
-    found = run_ranks(training.measure_epochs, 2, options, tmp_path)[0]["rows"]
-    rows = {row["name"]: row for row in training.ratios(found, "naive")}
+def _measure_epochs(options, folder):
+    if dist.get_rank() == 0:
+        write_qwen3(folder / "model", 128, 1, 256)
+        write_documents(training.documents_of(options), folder / "documents")
+    dist.barrier()
+    return training.measure_epochs(options, folder)["rows"]
+
+
+def test_longaligns_methods_train_on_the_same_targets_and_wait_as_their_names_say(found):
+    rows = {row["name"]: row for row in training.ratios(found["longalign"], "naive")}
     forwards = {name: row["forwards"][0] for name, row in rows.items()}
     uneven = {name: row["cost_over_ideal"][0] for name, row in rows.items()}
     assert {tuple(row["documents"]) for row in rows.values()} == {(32,)}
@@ -139,10 +159,7 @@ def test_sorted_batching_keeps_documents_of_like_length_in_shuffled_groups():
 # --- memory of heads and activations, leaks, memories
 
 
-def test_heads_and_activation_cases_compute_the_same():
-    sizes = head.Options(hidden=16, vocabulary=300)
-    heads = [head.measure(24, 0.3, name, sizes) for name in ("plain", "targets", "fused", "pairs", "verl")]
-    equal(heads, ("loss", "gradient"), 1e-5)
+def test_activation_cases_compute_the_same():
     sizes = activations.Options(hidden=16, intermediate=48, layers=2, tile=5)
     equal([activations.measure(case, 24, sizes) for case in activations.CASES], ("loss", "gradient"), 1e-5)
 
@@ -215,15 +232,15 @@ def test_builders_that_disagree_are_an_error(tmp_path):
 # --- gpu
 
 
-def test_flops_are_those_that_torch_counts_and_a_head_of_targets_computes_fewer(tmp_path):
-    found = run_ranks(_on_tiny_models, 1, tmp_path)[0]
-    for name, of_one in found.items():
+def test_flops_are_those_that_torch_counts_and_a_head_of_targets_computes_fewer(found):
+    built = found["flops"]
+    for name, of_one in built.items():
         assert of_one["counted"] == pytest.approx(of_one["expected"], rel=0.02), name
         assert of_one["quadratic"] is any(len(mask) == 4 and mask[-1] == mask[-2] for mask in of_one["masks"]), name
-    facts = {name: [found[name][key] for key in ("targets_only", "kernel", "head")] for name in ("ours", "verl")}
+    facts = {name: [built[name][key] for key in ("targets_only", "kernel", "head")] for name in ("ours", "verl")}
     assert facts["ours"] == [True, "sdpa", "fused"]
     assert facts["verl"] == [False, "sdpa, T × T mask", "plain, log-softmax by rows"]
-    assert found["ours"]["counted"] < 0.8 * found["verl"]["counted"]
+    assert built["ours"]["counted"] < 0.8 * built["verl"]["counted"]
 
 
 def _on_tiny_models(folder):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import differences, fit, heard, into, metrics, refusals, stopped_at
 from verl_ext.__main__ import main
@@ -65,8 +65,8 @@ def on_one_rank(given: list[str], folder: Path) -> dict[str, str]:
     return said
 
 
-def on_two_ranks(given: list[str], folder: Path, step: int) -> None:
-    stopped_at(folder / "early", folder / "elastic", step)
+def on_two_ranks(given: list[str], folder: Path) -> None:
+    stopped_at(folder / "early", folder / "elastic", best_step(folder / "early") + 1)
     heard(fit, [*given, BEST_OF, EARLY, into(folder / "elastic")])
     dist.barrier()
 
@@ -83,9 +83,8 @@ def measured(folder: Path) -> dict[int, float]:
 def runs(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("best")
     given = options(folder, tiny_model)
-    (said,) = run_ranks(on_one_rank, 1, given, folder)
-    run_ranks(on_two_ranks, 2, given, folder, best_step(folder / "early") + 1)
-    return folder, said
+    found = run_cases({"one": (1, on_one_rank, given, folder)}, {"two": (2, on_two_ranks, given, folder)})
+    return folder, found["one"][0]
 
 
 def test_the_best_step_is_kept_beside_the_newest_and_linked(runs):

@@ -6,8 +6,9 @@ import pickle
 import numpy as np
 import pytest
 
+from tests.pretrain_files import write_index
 from verl_ext.data.stream.megatron.blend import blend_order, megatron_blend_order
-from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
+from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.data.stream.megatron.samples import build_sample_indices, cached_blend, cached_sample_indices
 
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -15,11 +16,8 @@ ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 @pytest.fixture
 def index(tmp_path):
-    lengths = np.array([3, 0, 9, 4, 30, 1])
-    writer = IndexWriter(tmp_path / "corpus", np.uint16)
-    writer.add(np.arange(lengths.sum()), lengths)
-    writer.close()
-    return TokenIndex(tmp_path / "corpus", "data.val_dir")
+    documents = np.split(np.arange(47), np.cumsum([3, 0, 9, 4, 30]))
+    return TokenIndex(write_index(tmp_path / "corpus", documents), "data.val_dir")
 
 
 def made(root):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.babilong_files import byte_tokenizer, record, records, write_records
 from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import in_turn, run_cases
 from verl_ext.data import BABILongDataset, PreTrainDataset
 from verl_ext.data.babilong import BABILongEncoder, SampleOptions
 from verl_ext.data.babilong import find_task_files as find_babilong_files
@@ -174,20 +174,34 @@ def test_the_cache_lies_in_that_of_datasets_unless_told(family, path, tmp_path, 
 
 
 def _lines_of_opening(name, path):
-    """Return the log of a process that opens the files twice."""
+    """Return the log of this rank, which opens the files twice; one rank does after the other."""
     lines = []
     handler = logging.Handler()
     handler.emit = lambda entry: lines.append(entry.getMessage())
     logging.getLogger("verl_ext.data.text_set").handlers = [handler]
-    FAMILIES[name].opened(path)
-    FAMILIES[name].opened(path, **FAMILIES[name].free[0])
-    return lines
+    for rank in range(dist.get_world_size()):
+        if rank == dist.get_rank():
+            FAMILIES[name].opened(path)
+            FAMILIES[name].opened(path, **FAMILIES[name].free[0])
+        dist.barrier()
+    return [*lines]  # the handler stays
 
 
-def test_what_is_cut_is_said_once_in_every_process_that_opens_it(tmp_path):
-    paths = {name: family.write(tmp_path / name / family.name, 4) for name, family in FAMILIES.items()}
-    for _ in range(2):
-        (told,) = run_ranks(in_turn, 1, [(_lines_of_opening, *each) for each in paths.items()])
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    """Return by function what each rank found of each family."""
+    folder, cases = tmp_path_factory.mktemp("texts"), {}
+    for function, count in ((_lines_of_opening, 4), (_open_on_a_rank, 50)):
+        paths = {
+            name: family.write(folder / str(count) / name / family.name, count) for name, family in FAMILIES.items()
+        }
+        cases[function] = (2, in_turn, [(function, *each) for each in paths.items()])
+    return run_cases(cases)
+
+
+def test_what_is_cut_is_said_once_in_every_process_that_opens_it(on_two_ranks):
+    for told in on_two_ranks[_lines_of_opening]:
+        assert len(told) == len(FAMILIES)
         assert all(re.match("1 of 4 ", line) for (line,) in told)
 
 
@@ -223,9 +237,8 @@ def _open_on_a_rank(name, path):
     return len(made), [row["labels"].tolist() for row in dataset], dataset.facts().targets.tolist()
 
 
-def test_of_two_ranks_one_tokenizes_and_both_have_the_rows_and_the_scan(tmp_path):
-    paths = {name: family.write(tmp_path / name / family.name, 50) for name, family in FAMILIES.items()}
-    for of_ranks in zip(*run_ranks(in_turn, 2, [(_open_on_a_rank, *each) for each in paths.items()]), strict=True):
+def test_of_two_ranks_one_tokenizes_and_both_have_the_rows_and_the_scan(on_two_ranks):
+    for of_ranks in zip(*on_two_ranks[_open_on_a_rank], strict=True):
         (first, rows, targets), (second, *others) = of_ranks
         assert first + second == 1
         assert others == [rows, targets]

@@ -1,16 +1,19 @@
 """The norm of gradients is that of fp64 on any number of ranks, and clipping scales by it."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from verl_ext.engines.clipping import clip_gradients
 
 SHAPES = [(1000, 1500), (7,), (3, 5), (1,)]  # no number of ranks here divides all; some ranks hold nothing
 DTYPES = (torch.float32, torch.bfloat16)
+MESHES = [(2,), (4,), (2, 2)]  # ranks that shard; replicas of shards
 LIMIT = 0.25
 
 
@@ -39,14 +42,17 @@ def _clipped(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[float, list[to
     return norm.item(), [parameter.grad.full_tensor() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("ranks", "shapes"), [(2, [(2,)]), (4, [(4,), (2, 2)])])
-def test_the_norm_over_ranks_is_that_of_fp64_and_the_factor_has_full_precision(ranks, shapes):
-    of_ranks = run_ranks(in_turn, ranks, [(_clipped_of_each, shape) for shape in shapes])
-    answers = [answer for of_rank in of_ranks for answer in of_rank]
+@pytest.fixture(scope="module")
+def answers():
+    return run_cases({mesh: (math.prod(mesh), _clipped_of_each, mesh) for mesh in MESHES})
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_norm_over_ranks_is_that_of_fp64_and_the_factor_has_full_precision(mesh, answers):
     for dtype in DTYPES:
         gradients = _gradients(dtype)
         exact = torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
-        for norm, clipped in (answer[dtype] for answer in answers):
+        for norm, clipped in (answer[dtype] for answer in answers[mesh]):
             assert norm == pytest.approx(exact, rel=1e-12)
             for found, gradient in zip(clipped, gradients, strict=True):
                 expected = (gradient.double() * (LIMIT / (exact + 1e-6))).to(dtype)

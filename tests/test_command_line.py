@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import verl_ext
 from tests.chat_server import chat_server
+from tests.ranks import forked
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from verl_ext.__main__ import COMMANDS, main
@@ -175,13 +177,21 @@ def test_a_command_that_is_slow_to_import_prints_a_line_before(command, capfd, m
     assert heard[0].endswith(f": {command} …\n")
 
 
-def test_more_ranks_than_gpus_are_one_line():
-    code = (
-        "import torch\ntorch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1\n"
-        "from verl_ext.trainer.distributed import process_group\nwith process_group(): pass"
+def one_of_two_ranks_on_one_gpu(stderr: Path) -> None:
+    from verl_ext.trainer.distributed import process_group
+
+    os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY), 2)
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="::1", MASTER_PORT="1"
     )
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    own = {**environment(), **ranks, "MASTER_PORT": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: ranks (nproc) must be at most the node's GPUs, 1; got 2"
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    with process_group():
+        pass
+
+
+def test_more_ranks_than_gpus_are_one_line(tmp_path):
+    rank = forked(one_of_two_ranks_on_one_gpu, tmp_path / "stderr")
+    rank.join(120)
+    assert rank.exitcode == 2
+    told = (tmp_path / "stderr").read_text().splitlines()
+    assert told[-1] == "error: ranks (nproc) must be at most the node's GPUs, 1; got 2"

@@ -1,14 +1,15 @@
 """The command line: old names are translated, needless plus signs dropped, typos reported with the nearest name."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 from omegaconf import OmegaConf
 
+from tests.ranks import only_rank
 from verl_ext.config import schema
 from verl_ext.config.compose import compose, compose_run, prepare_overrides
+from verl_ext.trainer.start import compose_and_run
 
 # The original training script, with its shell variables filled in.
 SEED_COMMAND = [
@@ -321,13 +322,12 @@ def test_a_recipe_of_a_config_folder_chooses_files_of_it_which_have_a_head(tmp_p
 
 
 @pytest.mark.slow
-def test_the_trainers_command_takes_a_file_of_a_config_folder(tmp_path):
+def test_the_trainers_command_takes_a_file_of_a_config_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "loss").mkdir()
     (tmp_path / "loss/mine.yaml").write_text("defaults: [token]\nmode: sequence\ncategory_weights: {code: 2}\n")
     words = ["--config-dir", str(tmp_path), "loss=mine", "--cfg", "job", "--package", "loss"]
-    done = subprocess.run(
-        [sys.executable, "-m", "verl_ext.fsdp_sft_trainer", *words], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    printed = OmegaConf.create(done.stdout.partition("# @package")[2].partition("\n")[2])
+    monkeypatch.setattr(sys, "argv", ["fsdp_sft_trainer"])
+    with only_rank():
+        compose_and_run(words, pytest.fail)
+    printed = OmegaConf.create(capsys.readouterr().out.partition("# @package")[2].partition("\n")[2])
     assert (printed.mode, printed.category_weights, printed.head) == ("sequence", {"code": 2}, "fused")

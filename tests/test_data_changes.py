@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.test_spikes import overrides_of
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, heard
@@ -135,19 +135,19 @@ def train_on_changing_data(overrides: list[str], folder: str, how: str) -> list[
 def test_a_change_under_a_run_ends_it_and_refuses_a_resume_and_the_same_content_does_not(tmp_path, tiny_model):
     folder, run = written_by_others(tmp_path / "data"), tmp_path / "run"
     overrides = overrides_of(folder, tiny_model, run, "trainer.save_freq=1", "trainer.spike_factor=null")
-    ((told,), others) = run_ranks(train_on_changing_data, 2, overrides, folder, "a token")
-    assert told.startswith(f"error: data.train_dir must not change while it is trained on; {folder}/data-0")
-    assert others == []
-    assert [path.name for path in saved_folders(run)] == ["global_step_1"]
     same, other = written_by_us(tmp_path / "same"), tmp_path / "other"
     more = ["trainer.save_freq=1", "trainer.spike_factor=null", "trainer.total_training_steps=2"]
-    calls = [
-        (train_on_changing_data, overrides, folder, ""),
-        (train_on_changing_data, overrides_of(same, tiny_model, other, *more), same, "replaced by a copy"),
-    ]
-    (((told,), none),) = run_ranks(in_turn, 1, calls)
-    assert told.startswith("error: the content of the files in data.train_dir is ")
+    copied = overrides_of(same, tiny_model, other, *more)
+    later = {
+        "resumed": (1, train_on_changing_data, overrides, folder, ""),
+        "copied": (1, train_on_changing_data, copied, same, "replaced by a copy"),
+    }
+    found = run_cases({"changed": (2, train_on_changing_data, overrides, folder, "a token")}, later)
+    ((told,), others), ((told_of_resume,),) = found["changed"], found["resumed"]
+    assert told.startswith(f"error: data.train_dir must not change while it is trained on; {folder}/data-0")
+    assert others == []
+    assert told_of_resume.startswith("error: the content of the files in data.train_dir is ")
     assert [path.name for path in saved_folders(run)] == ["global_step_1"]
     assert not (run / "spikes.jsonl").exists()
-    assert none == []
+    assert found["copied"] == ([],)
     assert len(saved_folders(other)) == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import fit, heard, into, metrics, settle, stopped_at
@@ -99,8 +99,8 @@ def on_three_ranks(options: list[str], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def done(tiny_model, tmp_path_factory):
-    """Execute all runs with one start each for 1, 2 and 3 ranks; return their folder and messages. Runs have six steps
-    over two epochs of three; a full step has six packs, which any of these numbers of ranks can share."""
+    """Execute all runs, on 1, 2 and 3 ranks; return their folder and messages. Runs have six steps over two epochs of
+    three; a full step has six packs, which any of these numbers of ranks can share."""
     folder = tmp_path_factory.mktemp("runs")
     rng = np.random.default_rng(0)
     names = {1: "maths", 2: "code"}
@@ -112,10 +112,9 @@ def done(tiny_model, tmp_path_factory):
         *(f"data.train_dir={data}", f"model.path={tiny_model}", "data.train_batch_size=6"),
         *(f"trainer.total_training_steps={STEPS}", f"trainer.save_freq={SAVED}", "optim.lr=1e-3"),
     ]
-    said = run_ranks(on_two_ranks, 2, options, folder)[0]
-    said |= run_ranks(on_one_rank, 1, options, folder, other)[0]
-    run_ranks(on_three_ranks, 3, options, folder)
-    return folder, said
+    others = {"one": (1, on_one_rank, options, folder, other), "three": (3, on_three_ranks, options, folder)}
+    found = run_cases({"two": (2, on_two_ranks, options, folder)}, others)
+    return folder, found["two"][0] | found["one"][0]
 
 
 def curve(folder: Path, *names: str) -> dict:

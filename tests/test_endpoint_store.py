@@ -1,19 +1,17 @@
 """The store of answers: it never pays twice, loses no finished answer, and refuses other files."""
 
 import asyncio
+import contextlib
 import multiprocessing
-import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
-import textwrap
 import threading
 
 import pytest
 
 from tests.chat_server import chat_server, completion, slowly
+from tests.ranks import forked
 from verl_ext.endpoint.answer import Answer, Usage
 from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.endpoint.store import Store
@@ -21,29 +19,35 @@ from verl_ext.options import DataError, UsageError
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = textwrap.dedent(
-    """
-    import asyncio, sys
-    from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
-    from verl_ext.endpoint.store import Store
 
-    async def main(url, path, count):
-        with Store(path) as store:
-            async with Client(EndpointOptions(base_url=url, model="tiny"), store) as client:
-                async def ask(number):
-                    message = {"role": "user", "content": f"question {number}"}
-                    answer = await client.ask(str(number), "stage", [message], SamplingOptions())
-                    print(number, answer.text, flush=True)
-                await asyncio.gather(*map(ask, range(count)))
+async def ask_all(url, path, count, told):
+    with Store(path) as store:
+        async with Client(EndpointOptions(base_url=url, model="tiny"), store) as client:
 
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
-    """
-)
+            async def ask(number):
+                message = {"role": "user", "content": f"question {number}"}
+                answer = await client.ask(str(number), "stage", [message], SamplingOptions())
+                told.send(f"{number} {answer.text}")
+
+            await asyncio.gather(*map(ask, range(count)))
+
+
+def asking(*arguments):
+    asyncio.run(ask_all(*arguments))
 
 
 def start(url, path, count):
-    command = [sys.executable, "-c", PROGRAM, url, str(path), str(count)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    """Start a process that asks; return it, and an iterator over what it tells until it ends."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = forked(asking, url, path, count, theirs)
+    theirs.close()
+
+    def told():
+        with contextlib.suppress(EOFError):
+            while True:
+                yield ours.recv()
+
+    return process, told()
 
 
 def echo(request):
@@ -87,53 +91,51 @@ def test_a_failure_is_asked_for_again(tmp_path):
 def test_two_processes_share_a_store_and_pay_once(tmp_path):
     with chat_server(slowly(echo, 0.05)) as server:
         programs = [start(server.url, tmp_path / "answers", 30) for _ in range(2)]
-        outputs = [sorted(program.communicate()[0].splitlines()) for program in programs]
+        outputs = [sorted(told) for _, told in programs]
     assert outputs[0] == outputs[1] == sorted(f"{i} answer {i}" for i in range(30))
     assert sorted(answers_of(server.requests)) == sorted(f"question {i}" for i in range(30))
 
 
 def test_every_finished_answer_survives_kills(tmp_path):
-    """A program prints an answer only after storing it, so printed answers are never requested again."""
+    """A process tells an answer only after storing it, so told answers are never requested again."""
     draw, finished, count = random.Random(7), set(), 400
     with chat_server(slowly(echo, 0.02)) as server:
         for _ in range(6):
             before = len(server.requests)
-            program = start(server.url, tmp_path / "answers", count)
+            program, told = start(server.url, tmp_path / "answers", count)
             limit = draw.randrange(4, 16)
-            printed = []
-            for line in program.stdout:
-                printed.append(line.strip())
-                if len(set(printed) - finished) >= limit:
-                    os.kill(program.pid, signal.SIGKILL)
+            answers = []
+            for line in told:
+                answers.append(line)
+                if len(set(answers) - finished) >= limit:
+                    program.kill()
                     break
-            rest = program.stdout.read().splitlines()
-            assert program.wait() == -signal.SIGKILL
-            printed += [line for line in rest if " answer " in line]
+            answers += told
+            program.join()
+            assert program.exitcode == -signal.SIGKILL
             asked = {name.split()[1] for name in answers_of(server.requests[before:])}
             assert asked.isdisjoint(line.split()[0] for line in finished)
-            finished |= {line for line in printed if line.split()[0] == line.split()[-1]}
+            finished |= {*answers}
         assert len(finished) > 20
         before = len(server.requests)
-        output, _ = start(server.url, tmp_path / "answers", count).communicate()
+        output = [*start(server.url, tmp_path / "answers", count)[1]]
         asked = {name.split()[1] for name in answers_of(server.requests[before:])}
-    assert finished <= set(output.splitlines())
+    assert finished <= set(output)
     assert asked.isdisjoint(line.split()[0] for line in finished)
-    assert sorted(output.splitlines()) == sorted(f"{i} answer {i}" for i in range(count))
+    assert sorted(output) == sorted(f"{i} answer {i}" for i in range(count))
 
 
 def _hold_claim(path, claimed):
     with Store(path) as store:
         store.claim("key")
-        claimed.set()
+        claimed.send(True)
         threading.Event().wait()
 
 
 def test_the_claim_of_a_process_that_died_is_void_and_of_one_that_lives_is_not(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    claimed = context.Event()
-    other = context.Process(target=_hold_claim, args=(tmp_path / "answers", claimed))
-    other.start()
-    assert claimed.wait(60)
+    ours, theirs = multiprocessing.Pipe()
+    other = forked(_hold_claim, tmp_path / "answers", theirs)
+    assert ours.poll(60)
     with Store(tmp_path / "answers") as store:
         assert not store.claim("key")
         other.kill()

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.babilong_data import write_babilong
 from tests.document_texts import random_words, write_jsonl
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.tiny_model import VOCABULARY
 from tests.titans_run import TITANS
 from tests.tokenized_data import random_documents, write_tokenized
@@ -56,33 +56,38 @@ def cases(tiny_model, tmp_path_factory):
     return dict(zip(CASES, overrides, strict=True))
 
 
-def whole_and_resumed(cases: dict[str, list[str]], folder: Path) -> None:
-    """Run each case without interruption, and again from each checkpoint to resume."""
-    for name, overrides in cases.items():
-        _, steps, resumed = CASES[name]
-        length = ("trainer.save_freq=1", "trainer.test_freq=-1", f"trainer.total_training_steps={steps}")
-        whole = folder / name.replace(" ", "_").replace(",", "")
-        for step in (0, *resumed):
-            run = whole if step == 0 else whole.with_name(f"{whole.name}_{step}")
-            if step:
-                stopped_at(whole, run, step)
-            kept = ["trainer.max_ckpt_to_keep=2"] if step else []
-            assert train([*overrides, *length, *kept, into(run)]).progress.total_steps == steps
+def whole_and_resumed(overrides: list[str], whole: Path, steps: int, resumed: tuple[int, ...]) -> None:
+    """Run a case without interruption, and again from each checkpoint to resume."""
+    length = ("trainer.save_freq=1", "trainer.test_freq=-1", f"trainer.total_training_steps={steps}")
+    for step in (0, *resumed):
+        run = whole if step == 0 else whole.with_name(f"{whole.name}_{step}")
+        if step:
+            stopped_at(whole, run, step)
+        kept = ["trainer.max_ckpt_to_keep=2"] if step else []
+        assert train([*overrides, *length, *kept, into(run)]).progress.total_steps == steps
+
+
+def folder_of(name: str) -> str:
+    return name.replace(" ", "_").replace(",", "")
 
 
 @pytest.fixture(scope="module")
 def done(cases, tmp_path_factory):
-    """Return the folder of all runs; runs on the same number of ranks share one start."""
+    """Return the folder of all runs."""
     folder = tmp_path_factory.mktemp("runs")
-    for ranks in (1, 2):
-        run_ranks(whole_and_resumed, ranks, {name: cases[name] for name in CASES if CASES[name][0] == ranks}, folder)
+    run_cases(
+        {
+            name: (ranks, whole_and_resumed, cases[name], folder / folder_of(name), *steps)
+            for name, (ranks, *steps) in CASES.items()
+        }
+    )
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(name, done):
     _, steps, resumed = CASES[name]
-    whole = done / name.replace(" ", "_").replace(",", "")
+    whole = done / folder_of(name)
     for step in resumed:
         run = whole.with_name(f"{whole.name}_{step}")
         assert not differences(run, whole, steps)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import into, metrics, plain_losses, train_alone
 
@@ -24,18 +24,19 @@ def gpt2(tiny_model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, 1), (2, 2)])
-def test_it_trains_as_plain_transformers_and_is_exported_as_itself(ranks, sequence_parallel, gpt2, tmp_path):
+def test_it_trains_as_plain_transformers_and_is_exported_as_itself(gpt2, tmp_path):
     documents = random_documents(np.random.default_rng(0), [64, 9, 30, 2, 17, 40], vocab=128, categories=2)
     data = write_tokenized(tmp_path / "data", documents)
-    sizes = (f"engine.ulysses_sequence_parallel_size={sequence_parallel}", "trainer.total_training_steps=1")
-    run = [f"data.train_dir={data}", f"model.path={gpt2}", into(tmp_path / "run"), *sizes]
-    run_ranks(train_alone, ranks, [*run, "checkpoint.save_contents=[hf_model]"])
+    run = [f"data.train_dir={data}", f"model.path={gpt2}", "trainer.total_training_steps=1"]
+    run.append("checkpoint.save_contents=[hf_model]")
+    runs = {ranks: tmp_path / f"run_{ranks}" for ranks in (1, 2)}
+    sizes = {ranks: f"engine.ulysses_sequence_parallel_size={ranks}" for ranks in runs}
+    run_cases({ranks: (ranks, train_alone, [*run, sizes[ranks], into(folder)]) for ranks, folder in runs.items()})
     expected = plain_losses(gpt2, documents)
-    said = metrics(tmp_path / "run")
-    assert said[1, "train/loss"] == pytest.approx(expected[0], rel=1e-5)
-    exported, loading = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "run" / "global_step_1" / "huggingface", output_loading_info=True
-    )
-    assert type(exported) is GPT2LMHeadModel
-    assert not loading["missing_keys"]
+    for folder in runs.values():
+        assert metrics(folder)[1, "train/loss"] == pytest.approx(expected[0], rel=1e-5)
+        exported, loading = AutoModelForCausalLM.from_pretrained(
+            folder / "global_step_1" / "huggingface", output_loading_info=True
+        )
+        assert type(exported) is GPT2LMHeadModel
+        assert not loading["missing_keys"]

@@ -8,7 +8,7 @@ from transformers import Qwen2Config
 
 from tests.checked import typed
 from tests.collectives import recorded_all_to_alls
-from tests.ranks import run_ranks
+from tests.ranks import run_cases
 from verl_ext.attention.packed import packed_attention
 from verl_ext.config.compose import compose
 from verl_ext.config.model import PackedModel
@@ -90,10 +90,14 @@ def _tensors(heads: int, kv_heads: int, size: int, value_size: int) -> tuple[tor
     return tuple(torch.randn(1, 12, *shape, generator=generator) for shape in shapes)
 
 
+@pytest.fixture(scope="module")
+def by_rank():
+    return run_cases({ranks: (ranks, _on_ranks) for ranks in (2, 3)})
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_layer_sends_queries_keys_and_values_at_once_and_its_output_back(ranks):
-    by_rank = run_ranks(_on_ranks, ranks)
-    for shape, *answers in zip(SHAPES, *by_rank, strict=True):
+def test_a_layer_sends_queries_keys_and_values_at_once_and_its_output_back(ranks, by_rank):
+    for shape, *answers in zip(SHAPES, *by_rank[ranks], strict=True):
         *inputs, weights = _tensors(*shape)
         inputs = [x.requires_grad_() for x in inputs]
         expected = torch.cat(

@@ -1,9 +1,7 @@
 """launch/*.yaml are valid under Kubernetes' published schema, and set the variables that launch/node.sh reads."""
 
 import copy
-import os
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.test_launch import launch_by
 from verl_ext.config.compose import compose
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
@@ -101,14 +100,10 @@ OPERATOR["PET_MASTER_ADDR"] = "verl-ext-sft-master-0"
 def test_a_pod_runs_the_line_of_its_node_with_overrides_that_exist(name, given):
     (container,) = pods(name)[-1]["spec"]["containers"]
     command = [*container["command"], *container["args"]]
-    done = subprocess.run(
-        ["bash", str(LAUNCH.parent / command[0]), *command[1:]],
-        env={"PATH": os.environ["PATH"], "DRY_RUN": "1", "NPROC_PER_NODE": "8", **given, **environment(name, node="2")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    words = shlex.split(done.stdout)
+    variables = {"NPROC_PER_NODE": "8", **given, **environment(name, node="2")}
+    code, output, errors = launch_by(LAUNCH.parent / command[0], *command[1:], **variables)
+    assert code == 0, errors
+    words = shlex.split(output)
     assert {"--nnodes=4", "--nproc_per_node=8", "--local_addr=10.0.0.2"} <= set(words)
     assert "--rdzv_conf=is_host=0" in words or "--node_rank=2" in words
     assert compose(words[words.index("verl_ext.fsdp_sft_trainer") + 1 :]).model.path == "/shared/models/MODEL"

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -31,6 +32,13 @@ def launch(*words: str, command: str = "launch", **environment: str) -> tuple[in
     ):
         code = main([command, *words])
     return code, output.getvalue(), errors.getvalue()
+
+
+def launch_by(script: Path, *words: str, **environment: str) -> tuple[int, str, str]:
+    """Return what a script that only calls a command does in a dry run."""
+    call = re.search(r'^exec verl-ext ([\w-]+) "\$@"\n\Z', script.read_text(), re.MULTILINE)
+    assert call, script
+    return launch(*words, command=call[1], **environment)
 
 
 def line(*overrides: str, **environment: str) -> list[str]:

@@ -1,5 +1,6 @@
 """Layers with a recurrent state compute a packed document as if it were alone, on any number of ranks."""
 
+import math
 import re
 import sys
 from itertools import accumulate, pairwise
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 
 from tests.documents_alone import largest_errors, ranks_of_a_pack
-from tests.ranks import run_cases, run_ranks
+from tests.ranks import run_cases
 from tests.small_models import KINDS, packed_and_plain
 from verl_ext.layers import MIXERS, RunningPack, mixers_of, unknown_mixers
 from verl_ext.layers.convolution import convolve
@@ -42,16 +43,21 @@ def _errors(families, ulysses, context):
     return {family: largest_errors(family, (ulysses, context))[0] for family in families}
 
 
-def test_a_pack_has_the_losses_and_gradients_of_its_documents_alone():
-    (errors,) = run_ranks(_errors, 1, (*SEAMS, "jamba", *SCORES, *LEARNED), 1, 1)
+def test_a_pack_has_the_losses_and_gradients_of_its_documents_alone(quick):
+    (errors,) = quick["alone"]
     assert max(errors.values()) < 1e-11, errors
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ulysses", "context"), [(3, 1), (2, 2)])
-def test_ranks_that_do_not_divide_the_heads_and_groups_of_ranks_have_them(ulysses, context):
+@pytest.fixture(scope="module")
+def on_ranks():
     families = (*SEAMS, "jamba", "minimax", "gpt_oss", "llama4_text", *NEWER[1:2])
-    for errors in run_ranks(_errors, ulysses * context, families, ulysses, context):
+    return run_cases({layout: (math.prod(layout), _errors, families, *layout) for layout in ((3, 1), (2, 2))})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(3, 1), (2, 2)])
+def test_ranks_that_do_not_divide_the_heads_and_groups_of_ranks_have_them(layout, on_ranks):
+    for errors in on_ranks[layout]:
         assert max(errors.values()) < 1e-11, errors
 
 
@@ -84,14 +90,18 @@ def _convolutions(ulysses, context, taps=4):
 
 
 @pytest.fixture(scope="module")
-def convolved():
-    return run_cases({layout: (4, _convolutions, *layout) for layout in ((4, 1), (2, 2))})
+def quick():
+    """Return the errors of families on one rank, and of convolutions by layout of ranks."""
+    cases = {layout: (math.prod(layout), _convolutions, *layout) for layout in LAYOUTS}
+    return run_cases({**cases, "alone": (1, _errors, (*SEAMS, "jamba", *SCORES, *LEARNED), 1, 1)})
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (4, 1), (2, 2)])
-def test_a_convolution_reads_its_document_alone_however_few_tokens_a_rank_has(layout, convolved):
-    errors = convolved[layout] if layout in convolved else [_convolutions(*layout)]
-    assert max(errors) < 1e-12
+LAYOUTS = [(1, 1), (4, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_convolution_reads_its_document_alone_however_few_tokens_a_rank_has(layout, quick):
+    assert max(quick[layout]) < 1e-12
 
 
 def test_each_document_is_dealt_to_one_rank_and_the_longest_first():

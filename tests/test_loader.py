@@ -191,8 +191,8 @@ def test_signals_that_a_scheduler_sends_to_all_processes_leave_the_loaders_to_th
     batches = iter(loader)
     seen = [next(batches)]
     (process,) = multiprocessing.active_children()
-    for number in SIGNALS:
-        subprocess.run(["kill", f"-{number.value}", str(process.pid)], check=True)
+    kills = " && ".join(f"kill -{number.value} {process.pid}" for number in SIGNALS)
+    subprocess.run(["bash", "-c", kills], check=True)
     seen += batches
     assert len(seen) == len(loader)
 

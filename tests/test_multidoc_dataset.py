@@ -5,10 +5,7 @@ import json
 import pickle
 import re
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from itertools import pairwise
-from threading import Barrier
 
 import numpy as np
 import pytest
@@ -19,8 +16,8 @@ from transformers import AutoTokenizer
 
 from tests.document_texts import EOS, random_words, stream_of, tokens_of, write_jsonl, write_texts
 from tests.megatron_peer import megatron_file, open_gpt_dataset
+from tests.pretrain_files import write_index
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.plans import random_starts
 from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.report_lines import report_lines
@@ -49,15 +46,6 @@ def opened(tokenizer, texts, tmp_path_factory):
         return MultiDocDataset(paths, tokenizer, options.pop("seq_len", 16), cache_dir=cache, **options)
 
     return of
-
-
-def write_index(prefix, documents):
-    """Write an index of these lists of token ids."""
-    prefix.parent.mkdir(exist_ok=True)
-    writer = IndexWriter(prefix, np.uint16)
-    writer.add(np.concatenate([np.asarray(d, np.uint16) for d in documents]), np.array([len(d) for d in documents]))
-    writer.close()
-    return str(prefix)
 
 
 def ids(row):
@@ -385,55 +373,6 @@ def test_it_pickles_with_what_it_maps(opened):
         dataset = opened(sampling=sampling)
         copy = pickle.loads(pickle.dumps(dataset))
         assert [ids(copy[k]) for k in range(len(copy))] == [ids(dataset[k]) for k in range(len(dataset))]
-
-
-def test_texts_are_tokenized_once_and_again_when_they_change(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "texts.jsonl", TEXTS)
-
-    def folders():
-        MultiDocDataset(path, tokenizer, 16, cache_dir=str(tmp_path / "cache"))
-        return {folder.name for folder in (tmp_path / "cache").glob("text-*") if folder.is_dir()}
-
-    once = folders()
-    assert folders() == once
-    write_jsonl(tmp_path / "texts.jsonl", TEXTS[:-1])
-    assert len(folders()) == 2
-
-
-class ThreadRanks:
-    """A run's ranks, as threads of this process."""
-
-    def __init__(self, rank, values, barrier):
-        self.rank, self.size, self.values, self.barrier = rank, len(values), values, barrier
-
-    def guard(self):
-        return nullcontext()
-
-    def gather(self, value):
-        self.values[self.rank] = value
-        self.barrier.wait()
-        found = list(self.values)
-        self.barrier.wait()
-        return found
-
-    def broadcast(self, value):
-        return self.gather(value)[0]
-
-
-def test_the_token_range_is_read_in_shares_and_kept(tmp_path, monkeypatch):
-    prefix = write_index(tmp_path / "corpus", [[9, 50], [], [7], [80, 8, 8, 8]])
-
-    def read_by_ranks():
-        barrier, values = Barrier(5), [None] * 5
-        datasets = [MultiDocDataset(prefix, None, 2, cache_dir=str(tmp_path / "cache")) for _ in range(5)]
-        with ThreadPoolExecutor(5) as pool:
-            ranks = [ThreadRanks(rank, values, barrier) for rank in range(5)]
-            list(pool.map(MultiDocDataset.read_together, datasets, ranks))
-        return [dataset.token_range for dataset in datasets]
-
-    assert read_by_ranks() == [(7, 80)] * 5
-    monkeypatch.delattr(TokenIndex, "token_range")  # what is kept is not read again
-    assert read_by_ranks() == [(7, 80)] * 5
 
 
 def _documents(stream):

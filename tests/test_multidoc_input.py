@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from tests.babilong_files import byte_tokenizer
 from tests.checked import checked
 from tests.document_texts import random_words, write_jsonl, write_texts
+from tests.pretrain_files import write_index
 from verl_ext.config.compose import compose
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.stream.megatron.index import IndexWriter
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,7 @@ def tokenizer(tiny_model):
 @pytest.fixture
 def prefix(tmp_path):
     """Write a uint16 corpus of 4 documents and 90 tokens."""
-    writer = IndexWriter(tmp_path / "corpus", np.uint16)
-    writer.add(np.arange(90, dtype=np.uint16), np.array([30, 20, 0, 40]))
-    writer.close()
-    return str(tmp_path / "corpus")
+    return write_index(tmp_path / "corpus", np.split(np.arange(90), [30, 50, 50]))
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.document_texts import random_words, write_jsonl
+from tests.pretrain_files import write_index
 from tests.ranks import run_cases
 from tests.reference import load_eager
 from tests.training import build, heard, into, metrics, refusals, train, train_alone
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.stream.megatron.index import IndexWriter
 from verl_ext.trainer.distributed import RunRanks
 
 pytestmark = pytest.mark.slow
@@ -40,14 +40,6 @@ def options(model, sources, folder, *more):
     steps = ["trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.save_freq=-1"]
     places = [f"data.cache_dir={folder}/cache", f"model.path={model}", into(folder / "run")]
     return [*data, *WINDOW, *steps, *places, *more]
-
-
-def write_index(prefix, tokens, length):
-    """Write documents of one length as an index of Megatron-LM."""
-    writer = IndexWriter(prefix, np.uint16)
-    writer.add(np.array(tokens, np.uint16), np.full(len(tokens) // length, length))
-    writer.close()
-    return prefix
 
 
 def _rows_and_metrics(overrides):
@@ -150,9 +142,9 @@ def runs(tiny_model, sources, tmp_path_factory):
     cases |= {"blend": (1, heard, _evaluate, blend), "short": (1, heard, _evaluate, short)}
 
     # Two ranks: indices with tokens beyond the vocabulary, with a cache that is read alone, and with a range to share.
-    beyond = write_index(folder / "beyond", [5, 6, 128] * 30, 90)
-    words = write_index(folder / "words", [5 + number // 9 for number in range(180)], 9)
-    corpus = write_index(folder / "corpus", [50] * 80 + [5] * 79 + [90], 10)
+    beyond = write_index(folder / "beyond", [[5, 6, 128] * 30])
+    words = write_index(folder / "words", [[5 + number] * 9 for number in range(20)])
+    corpus = write_index(folder / "corpus", np.reshape([50] * 80 + [5] * 79 + [90], (-1, 10)))
     (folder / "file").write_text("")
     asked = ["data=multidoc", f"model.path={tiny_model}", *WINDOW, into(folder / "indexed")]
     uncached = [f"data.train_dir={{words: {words}}}", "data.sampling=in_order", f"data.cache_dir={folder}/file/cache"]

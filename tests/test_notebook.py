@@ -28,13 +28,12 @@ def options(tiny_model, tmp_path, monkeypatch):
     return {"data": data, "model.path": tiny_model, "parallel": "cpu", "nproc": 1, "trainer": trainer}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_has_the_metrics_of_its_file_and_its_checkpoints_and_exports_them(options, ranks, monkeypatch, capfd):
+def test_a_run_has_the_metrics_of_its_file_and_its_checkpoints_and_exports_them(options, monkeypatch, capfd):
     best = {"data.val_dir": options["data"]["train_dir"], "checkpoint.keep_best": "val/loss", "trainer.test_freq": 2}
-    run = verl_ext.train({**options, **best, "nproc": ranks})
+    run = verl_ext.train({**options, **best, "nproc": 2})  # the next test trains on one rank
     folder = Path("run").absolute()
     printed = capfd.readouterr().out
-    assert f"{ranks} × CPU" in printed
+    assert "2 × CPU" in printed
     assert "step 3/3" in printed  # the console, beside the file
     logged = metrics(folder)
     assert {(step, name): value for (name, step), value in run.metrics.unstack().dropna().items()} == logged
@@ -44,10 +43,9 @@ def test_a_run_has_the_metrics_of_its_file_and_its_checkpoints_and_exports_them(
     assert run.best == (folder / "best").resolve()
     monkeypatch.chdir("/")  # the run is found from any folder
     assert verl_ext.TrainedRun(run.folder).metrics.equals(run.metrics)
-    if ranks == 1:
-        exported = run.export(folder.parent / "exported", checkpoint=run.checkpoints[0], dtype="bfloat16")
-        assert "step 2: " in capfd.readouterr().out
-        assert (exported / EXPORT_MARKER).is_file()
+    exported = run.export(folder.parent / "exported", checkpoint=run.checkpoints[0], dtype="bfloat16")
+    assert "step 2: " in capfd.readouterr().out
+    assert (exported / EXPORT_MARKER).is_file()
 
 
 SCRIPT = """

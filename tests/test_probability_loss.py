@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import run_cases
 from tests.reference import documents_of_answers, load_eager, pack_row
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossOptions, LossSpec, PreferenceOptions
@@ -43,10 +43,14 @@ def _expected(model: str):
     return float(total), {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 
+@pytest.fixture(scope="module")
+def steps(tiny_model):
+    return run_cases({layout: (layout[0], _steps, str(tiny_model), layout[1]) for layout in LAYOUTS})
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_is_the_formula_by_whole_documents(layout, tiny_model):
-    ranks, shared = layout
-    (found,) = run_ranks(in_turn, ranks, [(_steps, str(tiny_model), shared)])[0]
+def test_a_step_is_the_formula_by_whole_documents(layout, steps, tiny_model):
+    found, *_ = steps[layout]
     loss, gradients = _expected(str(tiny_model))
     for head in HEADS:
         assert found[head].report["train/loss"] == pytest.approx(loss, rel=1e-5)

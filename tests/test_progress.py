@@ -1,13 +1,15 @@
 """Output of runs and commands: rows that fit a terminal, bars only there, no control characters elsewhere."""
 
+import contextlib
 import os
 import pty
 import re
 import struct
-import subprocess
 import sys
+import threading
 from fcntl import ioctl
 from termios import TIOCSWINSZ
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -48,23 +50,28 @@ for total in (1000, None):
 
 
 def on_terminal(code: str, columns: int, lines: int) -> str:
-    """Return a program's output on a terminal of its own."""
+    """Return what a program prints on a terminal."""
     ours, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            shown += (more := os.read(ours, 65536))
-        except OSError:  # the other end is closed
-            break
-        if not more:
-            break
+    shown = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while more := os.read(ours, 65536):
+                shown.append(more)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with (
+        open(theirs, "w", encoding="utf-8") as terminal,
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.multiple(sys, stdout=terminal, stderr=terminal, __stdout__=terminal),
+    ):
+        exec(code, {})
+    reader.join()
     os.close(ours)
-    assert process.wait() == 0, shown.decode()
-    return shown.decode().replace("\r\n", "\n")
+    return b"".join(shown).decode().replace("\r\n", "\n")
 
 
 def in_files(code: str, capfd: pytest.CaptureFixture[str]) -> tuple[str, str]:

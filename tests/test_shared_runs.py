@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks import run_cases, run_ranks
+from tests.ranks import run_cases
 from tests.test_shared_dataset import random_tries
 from tests.tokenized_data import write_tokenized
 from tests.training import into, metrics, resume_run, train_alone
@@ -40,8 +40,7 @@ def runs(options, tmp_path_factory):
     cases["whole1"] = (2, train_alone, [*saved, into(folder / "whole1")])
     cases["resumed1"] = (1, resume_run, saved, folder / "whole1", folder / "resumed1", 2)
     cases["whole3"] = (1, train_alone, [*by_three, into(folder / "whole3")])
-    run_cases(cases)
-    run_ranks(resume_run, 3, by_three, folder / "whole3", folder / "resumed3", 2)
+    run_cases(cases, {"resumed3": (3, resume_run, by_three, folder / "whole3", folder / "resumed3", 2)})
     return folder
 
 

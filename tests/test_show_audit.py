@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.pretrain_files import texts_of, word_tokenizer, write_jsonl
+from tests.pretrain_files import texts_of, word_tokenizer, write_index, write_jsonl
 from tests.shown import audit_of, document, show, write_data
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.tokenized_data import random_documents
 from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.data import PreTrainDataset, SFTDataSet
 from verl_ext.data.options import DataOptions
-from verl_ext.data.stream.megatron.index import IndexWriter
 from verl_ext.options import options_of
 from verl_ext.tools.show.packs import PackOptions
 from verl_ext.trainer.report import data_facts
@@ -167,9 +166,7 @@ def test_a_mixture_draws_what_the_trainer_would(tmp_path):
 
 
 def test_megatron_corpora_are_audited(tmp_path):
-    writer = IndexWriter(tmp_path / "books", np.uint16)
-    writer.add(np.arange(9) % 3, np.array([3, 3, 3]))
-    writer.close()
+    write_index(tmp_path / "books", [range(3)] * 3)
     found = audit_of(tmp_path, tmp_path / "books")
     assert (found["documents"], found["tokens"], found["targets"]) == (3, 9, 6)
     assert found["findings"]["duplicates"]["count"] == 2

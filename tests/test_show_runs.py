@@ -1,18 +1,22 @@
 """Runs in `verl-ext show`: curves of the metrics, steps with the packs that the trainer feeds, spikes."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from itertools import product
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import in_turn, run_ranks
+from tests.ranks import forked, in_turn, run_ranks
 from tests.shown import document, show, write_data, write_metrics
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 from tests.training import small_run
+from verl_ext.checkpoint.layout import lock_folder
 from verl_ext.config.compose import compose
 from verl_ext.files import write_json
 from verl_ext.tools.show import run as show_run
@@ -125,16 +129,17 @@ def test_every_metric_of_the_file_is_shown_but_the_details_of_categories(tmp_pat
     assert scales["loss"] == {"zero": False}
 
 
+def hold_lock(folder: Path, told: Connection) -> None:
+    _ = lock_folder(folder)
+    told.send("locked")
+    threading.Event().wait()
+
+
 def test_following_waits_for_the_first_step_and_ends_with_the_process_that_trains(tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    code = (
-        "import sys; from pathlib import Path; from verl_ext.checkpoint.layout import lock_folder; "
-        "release = lock_folder(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "locked\n"
+    ours, theirs = multiprocessing.Pipe()
+    process = forked(hold_lock, folder, theirs)
+    assert ours.recv() == "locked"
 
     def describe() -> None:
         write_metrics(folder, 3)
@@ -142,7 +147,7 @@ def test_following_waits_for_the_first_step_and_ends_with_the_process_that_train
 
     def kill() -> None:
         process.kill()
-        process.wait()
+        process.join()
 
     events = iter((describe, kill))
     monkeypatch.setattr(show_run.time, "sleep", lambda seconds: next(events)())

@@ -8,12 +8,13 @@ import pytest
 import torch
 from datasets import load_from_disk
 
+from tests.pretrain_files import write_index
 from tests.ranks import run_cases
 from tests.test_trainer import poison_of
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import into, metrics, stopped_at, train, train_alone
 from verl_ext.data import MultiDocDataset, SFTDataSet
-from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
+from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.trainer.hooks.spikes import worst_line
 from verl_ext.trainer.loss import StepLoss
 
@@ -150,10 +151,7 @@ def test_the_documents_of_a_pack_are_its_tokens_in_any_folder_and_piece(tmp_path
 def test_the_documents_of_a_sample_are_those_of_the_index(tmp_path, sampling):
     rng = np.random.default_rng(3)
     for name in ("a", "b"):
-        lengths = rng.integers(0, 30, 20)
-        writer = IndexWriter(tmp_path / name, np.uint16)
-        writer.add(rng.integers(0, VOCABULARY, lengths.sum()).astype(np.uint16), lengths)
-        writer.close()
+        write_index(tmp_path / name, [rng.integers(0, VOCABULARY, length) for length in rng.integers(0, 30, 20)])
     paths = [str(tmp_path / "a.idx"), str(tmp_path / "b.idx")]
     options = {"sampling": sampling, "cache_dir": str(tmp_path / "cache")}
     samples = MultiDocDataset(paths, None, 16, config=options)

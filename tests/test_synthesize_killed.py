@@ -1,17 +1,15 @@
 """`verl-ext synthesize` killed in the middle: the same command asks for what is missing and writes the same records."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from tests.chat_server import chat_server
+from tests.ranks import forked
+from verl_ext.__main__ import main
 from verl_ext.endpoint.store import Store
-from verl_ext.tools.synthesis.command import main
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +60,7 @@ def test_a_run_that_was_killed_asks_for_what_is_missing_and_writes_the_same_reco
     def reply(request):
         if len(server.requests) >= kill_at:
             for program in running:
-                os.kill(program.pid, signal.SIGKILL)
+                program.kill()
         return reply_to(request)
 
     def options(out):
@@ -77,12 +75,13 @@ def test_a_run_that_was_killed_asks_for_what_is_missing_and_writes_the_same_reco
             **({} if task == "agentwrite" else {"model.path": tiny_model}),
             **{"endpoint.concurrency": 2, "intervals": "[100,900]", "min_length_score": 0},
         }
-        return [f"{key}={value}" for key, value in words.items()] + given
+        return ["synthesize", *(f"{key}={value}" for key, value in words.items()), *given]
 
     with chat_server(reply) as server:
-        program = subprocess.Popen([sys.executable, "-m", "verl_ext", "synthesize", *options("killed")])
+        program = forked(main, options("killed"))
         running.append(program)
-        assert program.wait() == -signal.SIGKILL
+        program.join()
+        assert program.exitcode == -signal.SIGKILL
         running.clear()
         assert not (tmp_path / "killed").exists()
         with Store(f"{tmp_path}/killed.answers.sqlite") as store:

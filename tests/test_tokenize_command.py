@@ -1,25 +1,21 @@
 """`verl-ext tokenize` as a user starts it: exit codes, one-line errors, and a run that is killed."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from datasets import load_from_disk
 
+from tests.ranks import forked
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+from tests.training import wait_for
 from verl_ext.__main__ import main
 from verl_ext.files import OutputFolder
 
 pytestmark = pytest.mark.slow
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "verl_ext", "tokenize", *arguments]
 
 
 def test_run_ends_with_a_table_and_a_bad_record_with_code_1(
@@ -28,7 +24,8 @@ def test_run_ends_with_a_table_and_a_bad_record_with_code_1(
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text('{"text": "the cat"}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "the cat"}\n{"txt": 1}\n')
-    good = command("sources={a:in.jsonl}", "output_dir=out", "model.path=model")
+    words = ["sources={a:in.jsonl}", "output_dir=out", "model.path=model"]
+    good = [sys.executable, "-m", "verl_ext", "tokenize", *words]
     done = subprocess.run(good, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
     assert done.stdout.splitlines()[1].split()[:2] == ["a", "1"]
@@ -57,15 +54,12 @@ def test_torch_is_imported_only_for_a_tokenizers_own_code(tmp_path: Path, truste
 def test_killed_run_leaves_nothing_that_loads_and_the_next_cleans_up(tmp_path: Path) -> None:
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "in.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 2_000_000)  # minutes of work
-    arguments = command("sources={a:in.jsonl}", "output_dir=out", "model.path=model", "num_workers=1")
-    process = subprocess.Popen(arguments, cwd=tmp_path, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob(".out.unfinished-*")):
-        assert time.monotonic() < deadline
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            assert process.wait(timeout=0.02) is None
+    arguments = [f"sources={{a:{tmp_path}/in.jsonl}}", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model"]
+    process = forked(main, ["tokenize", *arguments, "num_workers=1"])
+    wait_for(lambda: process.exitcode is not None or list(tmp_path.glob(".out.unfinished-*")))
+    assert process.exitcode is None
     process.kill()
-    process.wait(timeout=60)
+    process.join(60)
     assert not (tmp_path / "out").exists()
     (left,) = tmp_path.glob(".out.unfinished-*")
     host, number = left.name.rsplit("-", 1)

@@ -82,9 +82,8 @@ def done(data, tiny_model, tmp_path_factory):
         "refused": (2, refusals, groups_of_two(tiny_model, folder), [[into(folder / "new")]]),
         "mixtures": (2, prepared, [[*mixture(data, tiny_model, folder), *step] for step in GROUPED]),
     }
-    found = run_cases(cases)
-    run_ranks(resume_run, 2, groups_of_two(tiny_model, folder), folder / "fewer", folder / "more", 2)
-    return folder, found
+    resumed = (2, resume_run, groups_of_two(tiny_model, folder), folder / "fewer", folder / "more", 2)
+    return folder, run_cases(cases, {"more": resumed})
 
 
 def layout_of(data, model: Path, folder: Path, name: str) -> list[str]:
