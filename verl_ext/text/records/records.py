@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from verl_ext.options import choice_problem
 from verl_ext.text.read.bad_record import BadRecord, readable_value, short_text
-from verl_ext.text.read.readers import read_record
+from verl_ext.text.read.readers import TextFile, read_record
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat, as_weight, map_strings, without_placeholders
 from verl_ext.text.records.preference import Content, Preference
@@ -86,7 +86,11 @@ def parse_record(
             renamed = {key: names.known(value) for key, value in renamed.items()}
         given = renamed
         if replace:
-            renamed = map_strings(renamed, partial(_replaced, texts=replace))
+            # What is replaced may lie across two blocks of a long text file.
+            given = {
+                name: "".join(each.blocks()) if isinstance(each, TextFile) else each for name, each in given.items()
+            }
+            renamed = map_strings(given, partial(_replaced, texts=replace))
         fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media, system)
         weight_name = fields.first(WEIGHT_FIELDS)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
