@@ -67,6 +67,18 @@ def test_texts_of_replace_are_filled_in_at_any_depth_before_a_record_is_read_and
         made(tmp_path / "bad", chatml, {"a": records}, "replace={'{{NAME}}':3}")
 
 
+@pytest.mark.parametrize("is_ascii", [True, False])
+@pytest.mark.parametrize("other", ["C:\\new", 'a "b"', "one\ntwo", "<é>"])
+def test_texts_of_replace_are_filled_in_in_messages_that_are_json_text(other: str, is_ascii: bool) -> None:
+    messages = [{"role": "user", "content": "the <é>"}, {"role": "assistant", "content": "<é> sat"}]
+    texts = {"<é>": other}
+    found = parse_record({"messages": json.dumps(messages, ensure_ascii=is_ascii)}, replace=texts)
+    assert found.content == parse_record({"messages": messages}, replace=texts).content
+    assert found.content.messages[0]["content"] == f"the {other}"
+    plain = parse_record({"prompt": "{<é>", "response": '[1,  "<é>"]'}, replace={"<é>": "dog"}).content
+    assert [message["content"] for message in plain.messages] == ["{dog", '[1,  "dog"]']
+
+
 def test_texts_of_replace_are_filled_in_across_the_blocks_of_a_long_text_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x" * (2 * BLOCK - 4) + "{{NAME}} ran")
