@@ -212,6 +212,15 @@ def test_corpora_of_one_name_are_two_categories(tmp_path):
     assert "paths must name each corpus once" in errors
 
 
+def test_raw_files_of_one_name_are_all_read(tmp_path, tokenizer):
+    paths = [tmp_path / folder / name for folder, name in (("a", "x.jsonl"), ("b", "x-2.jsonl"), ("c", "x.jsonl"))]
+    for path in paths:
+        path.parent.mkdir()
+        write_lines(path, [CHAT])
+    found = audit_of(tmp_path, *paths, f"model.path={tokenizer}")
+    assert (found["documents"], list(found["categories"])) == (3, ["x", "x-2", "x-3"])
+
+
 def test_requirements_decide_the_exit_code(tmp_path):
     folder = write_data(tmp_path / "data", [document([1, 2, 3], [2]), document([1, 2, 3], []), document([4, 5], [1])])
     assert show(folder, "require=no_target<=1,duplicates<40%")[0] == 0
