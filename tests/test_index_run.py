@@ -172,6 +172,7 @@ def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> 
     [
         (["sources={a/b:in.txt}"], "sources.a/b must be a file's name"),
         (["sources={.a:in.txt}"], "sources..a must be a file's name"),
+        (['sources={"a.bin":in.txt}'], "sources.a.bin must be a file's name"),  # an index is named with either suffix
         (["text_keys=a"], "unknown key text_keys; nearest: text_key"),
         (["model.path=nowhere"], "model.path must be a folder that exists; got nowhere"),
     ],

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.document_texts import write_lines
 from verl_ext.__main__ import main
 
 
@@ -42,6 +43,25 @@ def test_differences_are_taken_within_a_seed_and_a_missing_cell_counts_for_no_se
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("difference to none")).split()[3:] == ["all", "length", "20"]
     assert [line.split() for line in lines if line.startswith("half")][-1] == ["half", "15.00", "–"]
+
+
+def test_a_case_without_a_score_counts_in_no_difference(tmp_path, capsys):
+    cases = write_lines(tmp_path / "cases.jsonl", [{"prompt": p, "type": "t", "length": 100} for p in "abc"])
+    answers = {"one": {"a": 100, "b": 50}, "two": {"a": 100, "b": 50, "c": 100}, "three": {"a": 100, "c": 100}}
+    words = [f"cases={cases}", "task=longwrite_ruler", "max_failed=1", f"output_dir={tmp_path / 'judged'}"]
+    for name, lengths in answers.items():
+        rows = [{"prompt": prompt, "response": "word " * length} for prompt, length in lengths.items()]
+        words.append(f"predictions.{name}={write_lines(tmp_path / f'{name}.jsonl', rows)}")
+    assert main(["judge", *words]) == 0
+    given = [f"judged=[{tmp_path / 'judged'}]", "score=words", f"output_dir={tmp_path / 'out'}", "overwrite=true"]
+    for base, other in (("one", "two"), ("two", "one")):
+        capsys.readouterr()
+        code = main(["grid", *given, f"base={base}"])
+        if base == "one":
+            table = json.loads((tmp_path / "out" / "grid.json").read_text())[f"differences to {base}"]
+            assert (code, table[other]["all"]["mean"], table["three"]["all"]["mean"]) == (0, 0, 0)
+    assert code == 1
+    assert "base must be the first model of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,14 @@ def test_a_folder_of_an_index_and_of_texts(tmp_path, prefix, refused):
     refused(str(tmp_path), r"data\.train_dir must name a folder of indices or of texts; .* holds more\.txt as well")
 
 
+def test_a_folder_of_chats_with_masks_is_refused(tmp_path, prefix, refused):
+    writer = IndexWriter(f"{prefix}_mask", np.uint8)
+    writer.add(np.ones(90, np.uint8), np.array([30, 20, 0, 40]))
+    writer.close()
+    match = r"data\.train_dir must name indices of texts, because loss masks are not read; .* holds corpus_mask of"
+    refused(str(tmp_path), match)
+
+
 def test_a_damaged_cache_is_told_and_made_anew(tmp_path, tokenizer, caplog):
     path = write_jsonl(tmp_path / "texts.jsonl", random_words((20, 30)))
 

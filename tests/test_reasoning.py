@@ -10,6 +10,7 @@ from verl_ext.answers.scores import scorer
 from verl_ext.endpoint.answer import CUT, DONE, UNPARSABLE, answer_from_completion
 from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.endpoint.reasoning import REASONING_TAGS, decode_answer, split_reasoning
+from verl_ext.files import json_lines
 from verl_ext.tools.judging.under_test import Predictions
 
 
@@ -40,6 +41,15 @@ def test_reasoning_is_no_part_of_an_answer_wherever_it_comes_from(opener, closer
         assert (found.outcome, found.raw.split()) == (DONE if answer else UNPARSABLE, answer.split())
         assert found.reasoning == thought
     assert answer_from_completion(completion(text, "length")).outcome == CUT
+
+
+def test_answers_of_a_file_may_hold_separators_that_end_no_line_of_json(tmp_path):
+    rows = [{"case": str(number), "answer": f"a{text}b", "outcome": "done"} for number, text in enumerate("\u2028\x85")]
+    (tmp_path / "answers.jsonl").write_text("\ufeff" + "".join(json_lines(rows)), encoding="utf-8")
+    file = Predictions(str(tmp_path / "answers.jsonl"), "predictions.a")
+    asked = [{"role": "user", "content": "p"}]
+    found = [asyncio.run(file.ask(row["case"], "answer", asked, SamplingOptions())).text for row in rows]
+    assert found == [row["answer"] for row in rows]
 
 
 class Channels:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.document_texts import write_lines
 from tests.pretrain_files import texts_of, word_tokenizer, write_index, write_jsonl
 from tests.shown import audit_of, document, show, write_data
 from tests.test_tokenize_templates import CHATML, tiny_tokenizer
@@ -174,6 +175,47 @@ def test_megatron_corpora_are_audited(tmp_path):
     assert (code, errors.count("\n")) == (1, 1)
     assert "paths" in errors
     assert "3 documents" in shown
+
+
+def test_corpora_of_one_folder_have_the_counts_and_the_masks_that_tokenize_wrote(tmp_path, tokenizer):
+    bad = {"messages": [{"role": "user", "content": "the cat"}]}
+    sources = {"one": [CHAT, bad], "two": [CHAT] * 3}
+    files = {name: write_lines(tmp_path / f"{name}.jsonl", records) for name, records in sources.items()}
+    given = [f"sources.{name}={file}" for name, file in files.items()]
+    words = [f"model.path={tokenizer}", f"output_dir={tmp_path / 'out'}", "format=megatron", "on_bad_record=skip"]
+    assert tokenize([*given, *words]) == 0
+    assert "3 targets" in show(tmp_path / "out" / "one", "row=0")[1]  # the answer, two tokens, and its end
+    found = audit_of(tmp_path, tmp_path / "out" / "one", tmp_path / "out" / "two", "scan=true")
+    assert found["targets"] == 3 * 4
+    assert {name: row["targets"] for name, row in found["categories"].items()} == {"one": 3, "two": 9}
+    assert [sum(row["kinds"].values()) for row in found["categories"].values()] == [3, 9]
+    bad_records = found["findings"]["bad_records"]
+    assert (bad_records["count"], bad_records["of"]) == (1, 5)
+    found = audit_of(tmp_path, tmp_path / "out" / "two")
+    assert (found["findings"]["bad_records"]["count"], found["findings"]["bad_records"]["of"]) == (0, 3)
+
+
+def test_corpora_of_one_name_are_two_categories(tmp_path):
+    for folder, documents in (("a", 2), ("b", 5)):
+        (tmp_path / folder).mkdir()
+        writer = IndexWriter(tmp_path / folder / "books", np.uint16)
+        writer.add(np.arange(3 * documents), np.full(documents, 3))
+        writer.close()
+    paths = [str(tmp_path / folder / "books") for folder in "ab"]
+    found = audit_of(tmp_path, *paths)
+    assert [(name, row["documents"]) for name, row in found["categories"].items()] == [(paths[0], 2), (paths[1], 5)]
+    code, _, errors = show(paths[0], paths[0])
+    assert (code, errors.count("\n")) == (1, 1)
+    assert "paths must name each corpus once" in errors
+
+
+def test_raw_files_of_one_name_are_all_read(tmp_path, tokenizer):
+    paths = [tmp_path / folder / name for folder, name in (("a", "x.jsonl"), ("b", "x-2.jsonl"), ("c", "x.jsonl"))]
+    for path in paths:
+        path.parent.mkdir()
+        write_lines(path, [CHAT])
+    found = audit_of(tmp_path, *paths, f"model.path={tokenizer}")
+    assert (found["documents"], list(found["categories"])) == (3, ["x", "x-2", "x-3"])
 
 
 def test_requirements_decide_the_exit_code(tmp_path):

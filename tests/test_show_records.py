@@ -160,6 +160,8 @@ def test_answers_of_a_run_are_shown_by_step_and_category(tmp_path):
     assert "maths" not in shown
     path = run / "answers.jsonl"
     path.write_text(path.read_text().replace('"category"', '"question": "and 3+3?", "category"'))
+    path.write_text(path.read_text().replace('"five"', '"fi\u2028ve"'))  # which ends no line of JSON
+    assert "2 answers of step 0" in show(run, "answers", "step=0")[1]
     shown = show(run, "answers")[1]  # the last user message
     assert "and 3+3?" in shown
     assert "[red]question" not in shown

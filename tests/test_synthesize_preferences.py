@@ -315,6 +315,8 @@ CALLED = [
         ({"prompt": "q", "answers": [{"answer": "a"}]}, "answers must be a list of .*; got 'a' with None"),
         ({"messages": [*CALLED, {"role": "user", "content": "and?"}]}, "a prompt with tools or calls is not asked"),
         ({"messages": CALLED[:1], "tools": [TOOL]}, "a prompt with tools or calls is not asked"),
+        ({"prompt": "q", "answers": [{"answer": "a\ud800", "score": 1}]}, "the text has half a surrogate pair"),
+        ({"prompt": "q", "category": "\udc00"}, "the text has half a surrogate pair"),
         ({"messages": [{"role": "system", "content": "s", "tools": [TOOL]}, *CALLED[:1]]}, "a prompt with tools or"),
     ],
 )

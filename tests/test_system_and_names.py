@@ -13,6 +13,7 @@ from verl_ext.data.arrow import TokenizedData
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
+from verl_ext.text.read.readers import BLOCK, TextFile
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.preference import Preference
@@ -64,6 +65,25 @@ def test_texts_of_replace_are_filled_in_at_any_depth_before_a_record_is_read_and
     assert "a: texts of `replace` stood in 2 records" in report.table()
     with pytest.raises(UsageError, match=r"replace must map texts to texts; got \{\{NAME\}\}: 3"):
         made(tmp_path / "bad", chatml, {"a": records}, "replace={'{{NAME}}':3}")
+
+
+@pytest.mark.parametrize("is_ascii", [True, False])
+@pytest.mark.parametrize("other", ["C:\\new", 'a "b"', "one\ntwo", "<é>"])
+def test_texts_of_replace_are_filled_in_in_messages_that_are_json_text(other: str, is_ascii: bool) -> None:
+    messages = [{"role": "user", "content": "the <é>"}, {"role": "assistant", "content": "<é> sat"}]
+    texts = {"<é>": other}
+    found = parse_record({"messages": json.dumps(messages, ensure_ascii=is_ascii)}, replace=texts)
+    assert found.content == parse_record({"messages": messages}, replace=texts).content
+    assert found.content.messages[0]["content"] == f"the {other}"
+    plain = parse_record({"prompt": "{<é>", "response": '[1,  "<é>"]'}, replace={"<é>": "dog"}).content
+    assert [message["content"] for message in plain.messages] == ["{dog", '[1,  "dog"]']
+
+
+def test_texts_of_replace_are_filled_in_across_the_blocks_of_a_long_text_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x" * (2 * BLOCK - 4) + "{{NAME}} ran")
+    record = parse_record(TextFile(str(path)), replace={"{{NAME}}": "dog"})
+    assert (record.content.text[-8:], record.is_replaced) == ("xdog ran", True)
 
 
 def test_a_system_prompt_by_category_reaches_its_category_alone(tmp_path: Path, chatml: Path) -> None:

@@ -95,6 +95,8 @@ def test_tokenized_records_are_copied_with_the_categories_of_their_tokens(
         ({"category_ids": [0, -1, 1]}, "category_ids must be .*; got -1"),
         ({"length": 4}, "length must be the number of input_ids, 3; got 4"),
         ({"loss_weight": [1, -1, 1]}, "loss_weight must be 3 numbers of at least 0"),
+        ({"loss_weight": [1, 1e39, 1]}, "loss_weight must be 3 numbers .* that fit in float32"),
+        ({"loss_weight": [1, 1e-50, 1]}, "loss_weight must be 3 numbers .* that fit in float32"),
     ],
 )
 def test_a_tokenized_record_that_cannot_be_used_is_refused_with_its_line(

@@ -86,8 +86,12 @@ class SourceOptions(OutputOptions):
         return {name: as_list(value) for name, value in self.sources.items()}
 
     def file_name_problems(self) -> list[str]:
-        """Return a line for each source name that cannot name a file."""
-        wrong = (name for name in self.sources if not name or name.startswith(".") or set(name) & set("/\\\0"))
+        """Return a line for each source name that cannot name the files of an index."""
+        wrong = (
+            name
+            for name in self.sources
+            if not name or name.startswith(".") or name.endswith((".bin", ".idx")) or set(name) & set("/\\\0")
+        )
         return [f"sources.{name} must be a file's name, that of {name}.bin and {name}.idx" for name in wrong]
 
     def source_problems(self, model: ModelOptions) -> list[str]:

@@ -20,6 +20,7 @@ from verl_ext.text.held_out import hashed_key
 from verl_ext.text.read.bad_record import BadRecord, readable_value
 from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
+from verl_ext.text.records.messages import FLOAT32
 from verl_ext.text.tokens.documents import Document, Documents
 
 REQUIRED = ("input_ids", "loss_mask", "category_ids")
@@ -77,9 +78,10 @@ class TokenRecordEncoder(Encoder):
         weights = readable_value(record.get("loss_weight"))
         if weights is not None:
             weights = np.asarray(weights) if isinstance(weights, list) and len(weights) == len(ids) else np.array("")
-            if weights.dtype.kind not in "iuf" or not np.isfinite(weights).all() or (weights < 0).any():
+            fits = weights.dtype.kind in "iuf" and ((weights == 0) | (weights >= FLOAT32[0])) & (weights <= FLOAT32[1])
+            if not np.all(fits):
                 needed = f"loss_weight must be {len(ids)} numbers of at least 0, one for each of input_ids"
-                raise BadRecord("bad_tokens", needed)
+                raise BadRecord("bad_tokens", f"{needed}, that fit in float32")
             weights = weights.astype(np.float32)
         # A unit that lost one of its rows would be broken, and an answer alone no document to learn.
         unit, answer = (readable_value(record.get(name)) for name in ("unit", "answer"))

@@ -193,6 +193,9 @@ class SourceFinder:
         texts = [name for name in held if kind_of(name) and name != REPORT]
         if prefixes and texts:
             raise ValueError(f"{self.key} must name a folder of indices or of texts; {path} holds {texts[0]} as well")
+        if masks := [prefix for prefix in prefixes if prefix.removesuffix("_mask") in {*prefixes} - {prefix}]:
+            needed = "must name indices of texts, because loss masks are not read"
+            raise ValueError(f"{self.key} {needed}; {path} holds {os.path.basename(masks[0])} of `verl-ext tokenize`")
         return prefixes
 
     def _paths(self, given: Any) -> list[str]:

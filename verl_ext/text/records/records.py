@@ -15,13 +15,16 @@ the answers to a prompt. Further fields are:
 `Record.unused` lists all other fields.
 """
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from verl_ext.options import choice_problem
 from verl_ext.text.read.bad_record import BadRecord, readable_value, short_text
-from verl_ext.text.read.readers import read_record
+from verl_ext.text.read.json_records import parse_json
+from verl_ext.text.read.readers import TextFile, read_record
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat, as_weight, map_strings, without_placeholders
 from verl_ext.text.records.preference import Content, Preference
@@ -86,7 +89,11 @@ def parse_record(
             renamed = {key: names.known(value) for key, value in renamed.items()}
         given = renamed
         if replace:
-            renamed = map_strings(renamed, partial(_replaced, texts=replace))
+            # What is replaced may lie across two blocks of a long text file.
+            given = {
+                name: "".join(each.blocks()) if isinstance(each, TextFile) else each for name, each in given.items()
+            }
+            renamed = map_strings(given, partial(_replaced, texts=replace))
         fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media, system)
         weight_name = fields.first(WEIGHT_FIELDS)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
@@ -112,8 +119,17 @@ def parse_record(
 
 
 def _replaced(text: str, texts: Mapping[str, str]) -> str:
+    """Replace texts; within JSON, as of a table's messages, as JSON writes them."""
+    is_json = False
+    if text.lstrip().startswith(("[", "{")):
+        with suppress(BadRecord):
+            is_json = parse_json(text) is not None
     for given, other in texts.items():
-        text = text.replace(given, other)
+        if not is_json:
+            text = text.replace(given, other)
+            continue
+        for form in dict.fromkeys(json.dumps(given, ensure_ascii=ascii)[1:-1] for ascii in (False, True)):
+            text = text.replace(form, json.dumps(other, ensure_ascii=False)[1:-1])
     return text
 
 

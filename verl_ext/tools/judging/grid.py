@@ -5,10 +5,10 @@ judged (seed 2)  results.json ──► means, differences to `base` ──┴�
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.files import OutputFolder, write_json
@@ -47,9 +47,18 @@ class GridOptions(OutputOptions):
 Means = Mapping[str, Mapping[str, float]]  # {model: {group: mean}}
 
 
+class Judgement(NamedTuple):
+    """The means of a seed's models, of pairs of them as "OTHER - FIRST", and the models that lack cases."""
+
+    models: Means
+    pairs: Means
+    lacking: Collection[str]
+
+
 def grid(options: GridOptions) -> str:
     """Return and write the tables. Raises DataError for a model or a score that no seed has."""
-    seeds = [_means(folder, options.score) for folder in options.judged]
+    judged = [_judgement(folder, options.score) for folder in options.judged]
+    seeds = [each.models for each in judged]
     models = list(dict.fromkeys(model for seed in seeds for model in seed))
     if not models:
         raise DataError(f"score must be one of the judgements; got {options.score}")
@@ -57,15 +66,7 @@ def grid(options: GridOptions) -> str:
     if base not in models:
         raise DataError(f"base must be a model of the judgements: {', '.join(models)}; got {base}")
     # Within a seed first: what is hard for a seed's data or start is hard for all of its models.
-    less = [
-        {
-            model: {group: mean - of_base[group] for group, mean in of.items() if group in of_base}
-            for model, of in seed.items()
-            if model != base
-        }
-        for seed in seeds
-        if (of_base := seed.get(base))
-    ]
+    less = [_less(each, base, folder) for each, folder in zip(judged, options.judged, strict=True)]
     figures, differences = _figures(seeds), _figures(less)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
         tables = (("models", figures), (f"differences to {base}", differences))
@@ -81,18 +82,47 @@ def grid(options: GridOptions) -> str:
     return "\n\n".join([*texts, f"written to {options.output_dir}"])
 
 
-def _means(folder: str, score: str) -> Means:
-    """Return the means of a judgement by model and group."""
+def _judgement(folder: str, score: str) -> Judgement:
+    """Return a seed's means of a score."""
     path = Path(folder, RESULTS)
-    try:
-        models = json.loads(path.read_text(encoding="utf-8"))["models"]
-        means = {
-            model: {group: float(of[score]["mean"]) for group, of in facts["figures"].items() if score in of}
-            for model, facts in models.items()
+
+    def means(figures: Mapping[str, Any]) -> Means:
+        found = {
+            name: {group: float(of[score]["mean"]) for group, of in groups.items() if score in of}
+            for name, groups in figures.items()
         }
+        return {name: of for name, of in found.items() if of}
+
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        figures = {model: facts["figures"] for model, facts in results["models"].items()}
+        models, pairs, cases = means(figures), means(results.get("differences", {})), results.get("cases")
+        lacking = [model for model in models if figures[model]["all"].get(score, {}).get("cases") != cases]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"judged must name folders that verl-ext judge wrote; got {path}: {error!r}") from error
-    return {model: of for model, of in means.items() if of}
+    return Judgement(models, pairs, lacking)
+
+
+def _less(judged: Judgement, base: str, folder: str) -> Means:
+    """Return the models' differences to the base over the cases that both have a score of.
+
+    A judgement has those to its first model; of others, the means tell them if no case is lacking.
+    """
+    found: dict[str, Mapping[str, float]] = {}
+    of_base = judged.models.get(base, {})
+    for model, of in judged.models.items() if of_base else ():
+        if model == base:
+            continue
+        if pair := judged.pairs.get(f"{model} - {base}"):
+            found[model] = pair
+        elif pair := judged.pairs.get(f"{base} - {model}"):
+            found[model] = {group: -mean for group, mean in pair.items()}
+        elif lacking := [name for name in (base, model) if name in judged.lacking]:
+            needed = f"base must be the first model of {folder}, where cases without a score are left out of both"
+            raise DataError(f"{needed}; got {base}, and {' and '.join(lacking)} has such cases")
+        else:
+            found[model] = {group: mean - of_base[group] for group, mean in of.items() if group in of_base}
+    return found
 
 
 def _figures(seeds: Sequence[Means]) -> dict[str, dict[str, Figure]]:

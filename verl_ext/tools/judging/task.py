@@ -136,11 +136,13 @@ def read_rows(path: str, key: str, fields: Mapping[str, type]) -> list[dict[str,
         DataError: the file is missing, a line is not an object, or a field is missing or of another type.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{key} must be a readable file of JSON; got {path}: {error}") from error
     try:
-        rows = json.loads(text) if text.lstrip().startswith("[") else list(map(json.loads, text.splitlines()))
+        # Not by `splitlines`: a text may hold U+2028 and others that end no line of JSON.
+        lines = (line for line in text.split("\n") if line.strip())
+        rows = json.loads(text) if text.lstrip().startswith("[") else list(map(json.loads, lines))
     except json.JSONDecodeError as error:
         raise DataError(f"{key} must hold an object in every line, or a list of them; got {path}: {error}") from error
     for number, row in enumerate(rows, start=1):

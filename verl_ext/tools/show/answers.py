@@ -65,7 +65,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UsageError(f"{path.parent} must hold {path.name}, which a run with eval.prompts writes; it does not")
     rows = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)

@@ -175,10 +175,8 @@ class FolderDocuments(ShownDocuments):
 class IndexDocuments(ShownDocuments):
     """The documents of Megatron corpora, each of which is a category.
 
-    All tokens of a document but the first are targets.
+    All tokens of a document but the first are targets, or those of PREFIX_mask, which `verl-ext tokenize` writes.
     """
-
-    all_targets = True
 
     def __init__(self, prefixes: Sequence[str], key: str) -> None:
         self.indices = [TokenIndex(absolute_path(prefix), key) for prefix in prefixes]
@@ -187,23 +185,54 @@ class IndexDocuments(ShownDocuments):
         self.lengths = self.full_lengths = np.concatenate([index.lengths for index in self.indices])
         self.targets = np.maximum(self.lengths - 1, 0)
         self.categories = np.repeat(np.arange(1, len(prefixes) + 1), np.diff(self.first_rows))
-        self.names = {number: Path(prefix).name for number, prefix in enumerate(self.paths, start=1)}
-        self.reports = tuple(_read_report(Path(prefix).parent) for prefix in self.paths)
+        short = [Path(prefix).name for prefix in self.paths]
+        self.names = {
+            number: name if short.count(name) == 1 else prefix
+            for number, (name, prefix) in enumerate(zip(short, self.paths, strict=True), start=1)
+        }
+        if len(set(self.paths)) < len(self.paths):
+            raise ValueError(f"{key} must name each corpus once; got {', '.join(prefixes)}")
+        self.reports = tuple(map(_report_of_corpus, self.paths))
+        # Targets are counted without a pass over the tokens.
+        self.masks = [_mask_of(index, key) for index in self.indices]
+        self.all_targets = not any(self.masks)
+        for first, mask in zip(self.first_rows.tolist(), self.masks, strict=False):
+            if mask is None:
+                continue
+            for begin, end in fitting(0, mask.lengths, BLOCK_TOKENS):
+                rows = begin + np.flatnonzero(mask.lengths[begin:end])
+                if len(rows):
+                    is_target = mask.gather(rows, np.zeros(len(rows), np.int64), mask.lengths[rows]) != 0
+                    self.targets[first + rows] = count_targets(is_target, offsets_of(mask.lengths[rows])[:-1])
 
     def row(self, row: int) -> Row:
         """Read one document."""
-        index = self.indices[int(np.searchsorted(self.first_rows, row, side="right")) - 1]
-        ids = index.tokens(row - int(self.first_rows[self.paths.index(index.prefix)])).astype(np.int64)
-        return Row(ids, np.arange(len(ids)) > 0, None)
+        number = int(np.searchsorted(self.first_rows, row, side="right")) - 1
+        (index, mask), at = (self.indices[number], self.masks[number]), row - int(self.first_rows[number])
+        ids = index.tokens(at).astype(np.int64)
+        is_target = np.ones(len(ids), bool) if mask is None else mask.tokens(at) != 0
+        return Row(ids, is_target & (np.arange(len(ids)) > 0), None)
 
     def blocks(self) -> Iterator[Block]:
         """Read all documents, in order."""
-        for first, index in zip(self.first_rows.tolist(), self.indices, strict=False):
+        for first, index, mask in zip(self.first_rows.tolist(), self.indices, self.masks, strict=False):
             for begin, end in fitting(0, index.lengths, BLOCK_TOKENS):
                 rows = np.arange(begin, end)
                 length = index.lengths[begin:end].astype(np.int64)
-                ids = index.gather(rows, np.zeros(len(rows), np.int64), length)
-                yield Block(first + begin, length, ids, np.ones(len(ids), np.int8))
+                ids, *of_mask = (
+                    each.gather(rows, np.zeros(len(rows), np.int64), length) for each in (index, mask) if each
+                )
+                yield Block(first + begin, length, ids, of_mask[0] if of_mask else np.ones(len(ids), np.int8))
+
+
+def _mask_of(index: TokenIndex, key: str) -> TokenIndex | None:
+    """Return the loss masks of a corpus' documents; None without any."""
+    if not os.path.exists(f"{index.prefix}_mask.idx"):
+        return None
+    mask = TokenIndex(f"{index.prefix}_mask", key)
+    if not np.array_equal(mask.lengths, index.lengths):
+        raise ValueError(f"{key} must have as many masks as tokens; got other lengths in {mask.prefix}")
+    return mask
 
 
 def open_documents(paths: Sequence[str], key: str = "paths") -> ShownDocuments:
@@ -241,6 +270,21 @@ def tokenizer_of(model: ModelOptions, of_data: ModelOptions | None, is_needed: b
         raise UsageError("model.path must name the tokenizer of the data, whose report.json names none; got null")
     trusted = model.trust_remote_code
     return load_tokenizer(replace(chosen, path=chosen.tokenizer, tokenizer_path=None, trust_remote_code=trusted))
+
+
+def _report_of_corpus(prefix: str) -> Report:
+    """Return the part of a folder's report that is of one corpus, {} without it."""
+    path = Path(prefix)
+    report = _read_report(path.parent)
+    counts = {**(report.get("sources") or {}), **(report.get("categories") or {})}  # the latter of `tokenize`
+    if path.name not in counts:
+        return {}
+    kinds = report.get("target_kinds") or {}
+    of_corpus = {
+        "total": counts[path.name],
+        "target_kinds": {path.name: kinds[path.name]} if path.name in kinds else {},
+    }
+    return {**report, **of_corpus}
 
 
 def _read_report(folder: Path) -> Report:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def _names(paths: Sequence[str]) -> list[str]:
     names: list[str] = []
     for path in paths:
         name = Path(path).name.partition(".")[0] or "data"
-        names.append(f"{name}-{len(names)}" if name in names else name)
+        numbered = (f"{name}-{number}" for number in count(len(names)))
+        names.append(next(each for each in chain([name], numbered) if each not in names))
     return names
 
 

@@ -100,7 +100,7 @@ def open_run(path: str) -> ShownRun:
 def read_spike(folder: Path, step: int) -> dict[str, Any] | None:
     """Return the line of spikes.jsonl about a step, or None."""
     path = folder / SPIKES
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else ():
         try:
             spike = json.loads(line)
         except ValueError:

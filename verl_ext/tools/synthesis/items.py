@@ -109,6 +109,10 @@ def read_items(
                     kind = source if fields.class_field is None else record.get(fields.class_field)
                     if not isinstance(kind, str) or not kind:
                         raise BadRecord("no_class", f"class_field={fields.class_field} must name a field with a text")
+                    words = [kind]
+                    if prompt is not None:
+                        words += [prompt.given, prompt.category, *(answer for answer, _ in prompt.scored)]
+                    check_characters("\0".join(words))
                 except BadRecord as error:
                     if not skip_bad:
                         raise DataError(f"{place}: {error}") from error
