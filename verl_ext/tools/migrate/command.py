@@ -19,7 +19,17 @@ from uuid import uuid4
 
 from verl_ext.commands.command_line import command, read_options, words_of
 from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
-from verl_ext.tools.migrate import axolotl, launcher, llamafactory, serving, swift, swift_megatron, trl, verl
+from verl_ext.tools.migrate import (
+    axolotl,
+    launcher,
+    llamafactory,
+    llamafactory_v1,
+    serving,
+    swift,
+    swift_megatron,
+    trl,
+    verl,
+)
 from verl_ext.tools.migrate.line import Moved, mapping, tokenize_keys
 from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, commands_of, flags_of, ranks_of, read_yaml, without_comments
 
@@ -90,7 +100,7 @@ def _of_keys(values: dict[str, Any], where: Path) -> tuple[str, Reader]:
     if "base_model" in values:
         return axolotl.NAME, axolotl.read_axolotl
     if "train_dataset" in values and "model" in values:
-        return llamafactory.NAME, llamafactory.read_llamafactory_v1
+        return llamafactory.NAME, llamafactory_v1.read_llamafactory_v1
     if "model_name_or_path" in values and "dataset_name" in values:
         return trl.NAME, trl.read_trl
     if "model_name_or_path" in values and {"stage", "cutoff_len", "finetuning_type", "template"} & values.keys():
@@ -128,6 +138,8 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
                 if name == swift.NAME:
                     if "rlhf" in match[0]:
                         values.setdefault("rlhf_type", "dpo")
+                    if re.search(r"\bpt\b", match[0]):
+                        values.setdefault("use_chat_template", False)
                     values |= dict(word.split("=", 1) for word in words[:start] if word.startswith(IMAGE_SETTINGS))
                 trains = read not in _WITHOUT_TRAINING
                 (found if trains else others).append(
