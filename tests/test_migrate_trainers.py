@@ -399,6 +399,7 @@ ROWS = [
     ("trl", {"train_sampling_strategy": "random"}, {"data.shuffle": None}, ""),
     ("trl", {"assistant_only_loss": True}, {"empty_reasoning": "learn"}, ""),
     ("trl", {}, {"empty_reasoning": None}, ""),
+    ("trl", {"completion_only_loss": False}, {"prompts": "learn", "empty_reasoning": "learn"}, ""),
     ("llamafactory", {"template": "qwen3"}, {"empty_reasoning": "learn"}, ""),
     ("llamafactory", {"template": "qwen3", "enable_thinking": False}, {"empty_reasoning": None}, ""),
     ("llamafactory", {"stage": "pt"}, {"data.over_length": "split", "empty_reasoning": None}, ""),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import UsageError
+from verl_ext.options import DataError, UsageError, spell
 from verl_ext.tools.migrate import hf_keys, hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import (
     FREE,
@@ -285,7 +285,10 @@ def _read_data(moved: Moved) -> None:
         ("test_datasets", "data.val_sources"),
     ):
         for entry in listed(moved.get(key)):
-            _put_dataset(moved, key, node, usual | (dict(entry) if isinstance(entry, Mapping) else {"path": entry}))
+            own = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+            if not isinstance(own.get("path"), str):
+                raise DataError(f"{key} must be a list of mappings with a path; got {spell(entry)}")
+            _put_dataset(moved, key, node, usual | own)
 
 
 def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) -> None:

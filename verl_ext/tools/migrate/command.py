@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from verl_ext.commands.command_line import command, read_options, words_of
-from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
+from verl_ext.options import REQUIRED, DataError, Options, UsageError, option, spell
 from verl_ext.tools.migrate import (
     axolotl,
     launcher,
@@ -80,6 +80,8 @@ def migrate(options: MigrateOptions) -> str:
     assert values is not None
     moved = Moved(name, values, options.nproc or ranks, (Path(), folder, *folder.resolve().parents))
     reader(moved, folder)
+    if not isinstance(model := moved.words.get("model.path", ""), str):
+        raise DataError(f"the model must be a name or a folder; got {spell(model)}")
     if moved.other is not None:
         if options.recipe is not None:
             raise UsageError(f"recipe must be null for a configuration that trains nothing; got {options.recipe}")
@@ -229,8 +231,13 @@ def _problems(moved: Moved) -> list[str]:
     from verl_ext.config.upstream import fixed_value_problems
     from verl_ext.engines.schedule import schedule_problems
 
-    # The shell puts a value in place of each variable; a number serves every kind of option.
-    words = [re.sub(r"\$\{[^}]*\}|\$\([^()]*\)|\$\w+", "1", word) for word in moved.overrides()]
+    # The shell puts a value in place of each variable: a name in a path, else a number, which other options take.
+    variable = re.compile(r"\$\{[^}]*\}|\$\([^()]*\)|\$\w+")
+    values = {"data.max_tokens": "2", "data.sources": "x", "data.val_sources": "x"}
+    words = [
+        variable.sub(next((values[key] for key in values if word.startswith(key)), "1"), word)
+        for word in moved.overrides()
+    ]
     sources = words_of(words, NODES.values())
     encoding = words_of(words, tokenize_keys())
     problems: list[str] = []

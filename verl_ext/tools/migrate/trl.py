@@ -96,10 +96,11 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
     elif family == "sft":
         moved.differ(
             "without assistant_only_loss every token of a chat is learnt there, of a prompt's completion that alone; "
-            "here the assistant's turns are, and of a text every token: prompts=learn learns a whole chat"
+            "here the assistant's turns are, and of a text every token: prompts=learn empty_reasoning=learn learn a "
+            "whole chat"
         )
     if moved.get("completion_only_loss") is False:
-        moved.put("prompts", "learn")
+        moved.words |= {"prompts": "learn", "empty_reasoning": "learn"}
 
 
 def _read_data(moved: Moved) -> None:
