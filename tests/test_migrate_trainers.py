@@ -159,7 +159,7 @@ def test_axolotl_has_its_parts_of_data_sets_its_ranks_and_the_decay_of_matrices(
     }
     assert {key: keys.get(key) for key in wanted} == wanted
     assert "data.strategy" not in keys
-    assert "differs: no warm-up is given: axolotl's default is 3 % of the run" in comments
+    assert "differs: no warm-up is given: axolotl's default is 3 % of the run, at most 100 steps" in comments
 
 
 def test_a_script_of_swift_has_its_variables_in_place_its_ranks_and_its_own_defaults(tmp_path, capsys):
@@ -394,6 +394,10 @@ ROWS = [
         {"optim.lr_warmup_steps": 2, "optim.lr_warmup_steps_ratio": None},
         "",
     ),
+    ("axolotl", {"warmup_ratio": 0.1, "max_steps": 26}, {"optim.lr_warmup_steps": 2}, ""),  # 2.6, rounded down
+    ("axolotl", {"warmup_ratio": 0.1, "max_steps": 12}, {"optim.lr_warmup_steps": 2}, ""),  # never one step
+    ("axolotl", {"max_steps": 9000}, {"optim.lr_warmup_steps": 100, "optim.lr_warmup_steps_ratio": None}, ""),
+    ("axolotl", {}, {"optim.lr_warmup_steps_ratio": 0.03}, ""),
     ("trl", {"activation_checkpointing": False}, {"model.enable_gradient_checkpointing": False}, ""),
     ("trl", {"train_sampling_strategy": "sequential"}, {"data.shuffle": False, "data.balance": "none"}, ""),
     ("trl", {"train_sampling_strategy": "random"}, {"data.shuffle": None}, ""),

@@ -248,9 +248,7 @@ def _read_run(moved: Moved) -> None:
     # For a while the values stand under the Trainer's names, with axolotl's defaults.
     for theirs, trainers in _NAMES.items():
         values[trainers] = moved.get(theirs)
-    if moved.get("warmup_steps", "warmup_ratio") is None:
-        values["warmup_ratio"] = 0.03
-        moved.differ("no warm-up is given: axolotl's default is 3 % of the run")
+    _read_warmup(moved)
     if moved.get("save_steps", "save_strategy") is None:
         values["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
     if values.get("eval_steps") is not None:
@@ -274,6 +272,18 @@ def _read_run(moved: Moved) -> None:
     if moved.is_on("activation_offloading") or checkpointing.startswith("offload"):
         moved.put("model.activation_offload", True)
         moved.words.pop("model.enable_gradient_checkpointing", None)
+
+
+def _read_warmup(moved: Moved) -> None:
+    """Give the Trainer a warm-up: a share is rounded down, one step becomes two, and a default ends at 100."""
+    most = math.inf
+    if moved.get("warmup_steps", "warmup_ratio") is None:
+        moved.values["warmup_ratio"], most = 0.03, 100
+        moved.differ("no warm-up is given: axolotl's default is 3 % of the run, at most 100 steps")
+    whole = number(moved.get("max_steps"))
+    if moved.get("warmup_steps") is None and whole > 0:
+        steps = min(int(number(moved.values.pop("warmup_ratio")) * whole), most)
+        moved.values["warmup_steps"] = 2 if steps == 1 else steps
 
 
 def _read_data(moved: Moved) -> None:
