@@ -420,6 +420,8 @@ ROWS = [
     ("swift", {"rlhf_type": "kto", "max_length": 512}, {"data.max_tokens": 512}, ""),
     ("llamafactory", {"stage": "dpo", "cutoff_len": 512}, {"data.max_tokens": 1024}, ""),
     ("axolotl", {"rl": "dpo", "sequence_len": 512}, {"data.max_tokens": 1024}, ""),
+    ("axolotl", {"rl": "dpo", "curriculum_sampling": True}, {"data.shuffle": None}, "free curriculum_sampling"),
+    ("axolotl", {"curriculum_sampling": True}, {"data.shuffle": False, "data.balance": "none"}, ""),
     ("trl", {"optim": "adamw_torch_8bit"}, {"optim.optimizer": "AdamW8bit", "optim.optimizer_impl": None}, ""),
     ("axolotl", {"optimizer": "paged_adamw_8bit"}, {"optim.optimizer": "AdamW8bit", "optim.optimizer_impl": None}, ""),
     ("trl", {"fp16": True, "save_only_model": True}, {"checkpoint.save_contents": ["model", "hf_model"]}, ""),

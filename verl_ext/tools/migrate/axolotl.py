@@ -158,7 +158,7 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     packs = moved.is_on("sample_packing") or moved.is_on("pretraining_dataset")
     if packs and moved.is_on("sample_packing_sequentially"):
         moved.put("data.strategy", "next_fit")
-    if moved.is_on("curriculum_sampling"):
+    if not moved.is_on("rl") and moved.is_on("curriculum_sampling"):  # answers are shuffled all the same
         hf_trainer.put_order(moved)
     hf_trainer.read_batch(moved, rows, steps, packs)
     _read_run(moved)
@@ -240,6 +240,7 @@ def _put_preferences(moved: Moved) -> None:
     elif family == "dpo":
         options |= {"label_smoothing": moved.get("dpo_label_smoothing")}
     preferences.put_loss(moved, "rl" if name == family else "dpo_loss_type", name, options)
+    moved.differ("an answer follows its role's line there, without the empty thinking block that a template may print")
 
 
 def _read_run(moved: Moved) -> None:
