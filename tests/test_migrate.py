@@ -188,6 +188,13 @@ def test_a_script_is_read_as_the_shell_reads_it(tmp_path, capsys):
     assert not [line for line in comments if line.startswith(("# to correct", "# unknown", "# no equivalent"))]
 
 
+def test_ms_swifts_pt_trains_on_texts_without_a_chat_template(capsys):
+    of_texts = "messages of a chat are joined without a template"
+    for old, expected in (("swift pt", True), ("swift sft", False), ("swift sft --use_chat_template false", True)):
+        _, comments = migrated(capsys, f"{old} --model M --dataset a.jsonl")
+        assert any(of_texts in line for line in comments) == expected
+
+
 def test_merge_keys_of_a_yaml_are_read(tmp_path, capsys):
     entries = "- &one {path: o/a, type: completion}\n- {<<: *one, path: o/b, split: 'train[:9]'}\n"
     (tmp_path / "a.yaml").write_text(f"base_model: M\ndatasets:\n{entries}")

@@ -192,7 +192,11 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
         moved.lack("loss_scale", "weights has factors by patterns of the assistant's turns")
     if moved.is_on("disable_ignore_empty_think") and not trains_texts:
         moved.put("empty_reasoning", "learn")
-    if not trains_texts:
+    if trains_texts:
+        moved.differ(
+            "the messages of a chat are joined without a template there, and learnt whole; here one renders them"
+        )
+    else:
         blocks = "and a hybrid model's replies without reasoning all begin with an empty thinking block"
         blocks = (
             "and no empty thinking block is put before a reply"
