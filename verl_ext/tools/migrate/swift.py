@@ -193,9 +193,7 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
     if moved.is_on("disable_ignore_empty_think") and not trains_texts:
         moved.put("empty_reasoning", "learn")
     if trains_texts:
-        moved.differ(
-            "the messages of a chat are joined without a template there, and learnt whole; here one renders them"
-        )
+        moved.differ("messages of a chat are joined without a template there, and learnt whole; here one renders them")
     else:
         blocks = "and a hybrid model's replies without reasoning all begin with an empty thinking block"
         blocks = (
