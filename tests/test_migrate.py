@@ -144,3 +144,60 @@ def test_each_word_keeps_its_quotes_substitutions_and_variables_and_what_follows
 def test_what_is_no_command_of_that_trainer_is_refused(command, message, capsys):
     assert main(["migrate", command]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code", "message"),
+    [
+        ("a.yaml", "", 1, "must be a YAML of keys and values; got nothing"),
+        ("a.sh", "", 2, "command must start axolotl, .*; got none of them"),
+        ("a.yaml", "- a\n- b\n", 1, "must be a YAML of keys and values; got a list"),
+        ("a.yaml", "one: 1\n", 2, "must be of axolotl, .*; it has the keys of none"),
+        ("a.yaml", "base_model: M\ndatasets:\n  - *absent\n", 1, "line 3: found undefined alias 'absent'"),
+        ("a.yaml", "base_model: M\n\tdatasets: x\n", 1, "line 2: found character"),
+        ("a.yaml", "base_model: M\n---\nbase_model: N\n", 1, "line 2: but found another document"),
+        ("a.json", '{"base_model": "M",', 1, "line 1: "),
+        ("a.yaml", "base_model: M\ndatasets: 5\n", 1, "datasets must be a list of mappings with a path; got 5"),
+        ("a.yaml", "base_model: M\ndatasets: {a: 1}\n", 1, "datasets must be a list of mappings with a path"),
+        ("a.yaml", "base_model: [M]\ndatasets: [o/a]\n", 1, "the model must be a name or a folder; got"),
+        ("a.sh", 'swift sft --model "M --dataset o/a\n', 2, "command must be whole; got a quote that is not closed"),
+    ],
+)
+def test_what_is_no_configuration_is_refused_in_one_line(name, text, code, message, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    assert main(["migrate", str(tmp_path / name)]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+def test_a_script_is_read_as_the_shell_reads_it(tmp_path, capsys):
+    lines = [
+        "export MODEL=o/m RANK=4",
+        "LENGTH=${LENGTH:-4096}",
+        'NPROC_PER_NODE=2 swift sft --model=$MODEL --dataset "$DATA" --lora_rank $RANK \\',
+        "    --max_length $LENGTH --seed=1 --tuner_type lora \\",
+        "    --learning_rate 1e-5 --seed 2  # 'the end'",
+        "    # --seed 3",
+    ]
+    (tmp_path / "a.sh").write_bytes("\r\n".join(lines).encode())
+    command, comments = migrated(capsys, str(tmp_path / "a.sh"))
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[2] == "nproc=2"
+    assert {"model.path=o/m", "data.sources.DATA=$DATA", "data.max_tokens=${LENGTH:-4096}"} < {*words}
+    assert {"model.lora_rank=4", "optim.lr=1e-5", "trainer.seed=2"} < {*words}
+    assert not [line for line in comments if line.startswith(("# to correct", "# unknown", "# no equivalent"))]
+
+
+def test_ms_swifts_pt_trains_on_texts_without_a_chat_template(capsys):
+    of_texts = "messages of a chat are joined without a template"
+    for old, expected in (("swift pt", True), ("swift sft", False), ("swift sft --use_chat_template false", True)):
+        _, comments = migrated(capsys, f"{old} --model M --dataset a.jsonl")
+        assert any(of_texts in line for line in comments) == expected
+
+
+def test_merge_keys_of_a_yaml_are_read(tmp_path, capsys):
+    entries = "- &one {path: o/a, type: completion}\n- {<<: *one, path: o/b, split: 'train[:9]'}\n"
+    (tmp_path / "a.yaml").write_text(f"base_model: M\ndatasets:\n{entries}")
+    command, _ = migrated(capsys, str(tmp_path / "a.yaml"))
+    assert "data.sources.a=hf://datasets/o/a" in command
+    assert "hf://datasets/o/b" in command

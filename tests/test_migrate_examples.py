@@ -9,14 +9,14 @@ import pytest
 import yaml
 
 from verl_ext.__main__ import main
-from verl_ext.tools.migrate import axolotl, llamafactory, swift, swift_megatron, trl
+from verl_ext.tools.migrate import axolotl, llamafactory, llamafactory_v1, swift, swift_megatron, trl
 from verl_ext.tools.migrate.command import MigrateOptions, migrate
 from verl_ext.tools.migrate.line import Moved
 
 READERS = {
     "axolotl": (axolotl.read_axolotl, {"base_model": "M", "datasets": ["o/a"]}),
     "llamafactory": (llamafactory.read_llamafactory, {"model_name_or_path": "M", "dataset": "own"}),
-    "llamafactory_v1": (llamafactory.read_llamafactory_v1, {"model": "M", "train_dataset": "o/a"}),
+    "llamafactory_v1": (llamafactory_v1.read_llamafactory_v1, {"model": "M", "train_dataset": "o/a"}),
     "swift": (swift.read_swift, {"model": "M", "dataset": ["o/a"]}),
     "megatron": (swift_megatron.read_megatron, {"model": "M", "dataset": ["o/a"], "lr": 1e-4}),
     "trl": (trl.read_trl, {"model_name_or_path": "M", "dataset_name": "o/a"}),
@@ -88,7 +88,7 @@ ROWS = [
     ("axolotl", {"rl": "kto", "kto_desirable_weight": 0.2}, {"loss.desirable_weight": 0.2}, []),
     ("axolotl", {"rl": "dpo", "datasets": [ENTRY]}, {"columns.chosen": "good", "columns.messages": "conversation"}, []),
     ("trl_dpo", {"loss_type": "hinge", "ld_alpha": 0.5}, {"loss": "hinge", "loss.tail_weight": 0.5}, []),
-    ("trl_dpo", {}, {"optim.lr": 1e-6, "data.max_tokens": 1024}, []),
+    ("trl_dpo", {}, {"optim.lr": 1e-6, "data.max_tokens": 2048}, []),  # of both answers
     ("trl_kto", {"loss_type": "apo_zero_unpaired"}, {"loss": "apo_zero"}, []),
     # a step of several ranks: ranks that split a matrix share rows here, stages of layers do not
     ("axolotl", {"dp_shard_size": 2, "tensor_parallel_size": 2}, {"engine.ulysses_sequence_parallel_size": 2}, []),

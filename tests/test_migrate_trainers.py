@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from verl_ext.__main__ import main
 from verl_ext.config import schema
 from verl_ext.config.compose import prepare_overrides
-from verl_ext.tools.migrate import axolotl, llamafactory, swift, swift_megatron, trl
+from verl_ext.tools.migrate import axolotl, llamafactory, llamafactory_v1, swift, swift_megatron, trl
 from verl_ext.tools.migrate.line import Moved, Rule, is_ours
 
 LLAMAFACTORY = {
@@ -110,6 +110,7 @@ def test_llamafactory_has_the_data_sets_of_its_registry_adapters_and_packs_of_al
         "sample.sums": "100",
         "data.max_tokens": "8192",
         "data.over_length": "truncate",
+        "empty_reasoning": "learn",
         "model": "lora",
         "model.lora_rank": "16",
         "model.lora_alpha": "32",
@@ -128,7 +129,7 @@ def test_llamafactory_has_the_data_sets_of_its_registry_adapters_and_packs_of_al
     assert (
         "differs: weight_decay not given: LLaMA-Factory's default is 0, verl's is 0.01, on all parameters" in comments
     )
-    assert any("LLaMA-Factory's own; here the tokenizer's template" in line for line in comments)
+    assert any("here the tokenizer's template renders chats" in line for line in comments)
     assert comments[-1] == "needs nothing here: bf16"
 
 
@@ -158,7 +159,7 @@ def test_axolotl_has_its_parts_of_data_sets_its_ranks_and_the_decay_of_matrices(
     }
     assert {key: keys.get(key) for key in wanted} == wanted
     assert "data.strategy" not in keys
-    assert "differs: no warm-up is given: axolotl's default is 3 % of the run" in comments
+    assert "differs: no warm-up is given: axolotl's default is 3 % of the run, at most 100 steps" in comments
 
 
 def test_a_script_of_swift_has_its_variables_in_place_its_ranks_and_its_own_defaults(tmp_path, capsys):
@@ -261,7 +262,11 @@ RICH = {
         llamafactory.read_llamafactory,
         {"model_name_or_path": "M", "dataset": "sums", "eval_dataset": "chats", "eval_strategy": "steps"},
     ),
-    "llamafactory_v1": (llamafactory.V1, llamafactory.read_llamafactory_v1, {"model": "M", "train_dataset": "o/a"}),
+    "llamafactory_v1": (
+        llamafactory_v1.V1,
+        llamafactory_v1.read_llamafactory_v1,
+        {"model": "M", "train_dataset": "o/a"},
+    ),
     "swift": (swift.KEYS, swift.read_swift, {"model": "M", "dataset": ["o/a"], "val_dataset": ["o/v"]}),
     "megatron": (
         swift_megatron.KEYS,
@@ -301,6 +306,8 @@ VALUES = {
     "batching_strategy": "padding_free_packing",
     "columns": {"a": "query"},
     "packing_strategy": "wrapped",
+    **{f"{name}.packing_strategy": "sequential" for name in ("swift", "megatron")},
+    "train_sampling_strategy": "sequential",
     "parallelism_config": {"cp_size": 2},
     "dataset_dir": "elsewhere",
     "rl": "dpo",
@@ -325,6 +332,7 @@ BESIDE = {
     "kt_config": {"use_kt": True},
     "max_model_len": {"rope_scaling": "yarn"},
     "train_type": {"tuner_type": None},
+    "packing_strategy": {"packing": True},
     **{key: {"finetuning_type": "freeze"} for key in ("freeze_trainable_layers", "freeze_extra_modules")},
     "freeze_trainable_modules": {"finetuning_type": "freeze"},
     **{key: {"dataset": ["swift/self-cognition"]} for key in ("model_name", "model_author")},
@@ -366,7 +374,8 @@ def test_each_key_that_is_read_changes_the_command_or_its_comments(trainer, key,
     of_llamafactory(tmp_path)
     _, read, rich = RICH[trainer]
     without = rich | BESIDE.get(key, {})
-    values = [VALUES[key]] if key in VALUES else FORMS
+    given = VALUES.get(f"{trainer}.{key}", VALUES.get(key))
+    values = FORMS if given is None else [given]
     outcomes = [outcome(read, without | {key: value}, tmp_path) for value in values]
     counted = [each for each in outcomes if key in REFUSED or not isinstance(each, str)]
     assert any(each != outcome(read, without, tmp_path) for each in counted)
@@ -378,6 +387,41 @@ BLIND = {"test_datasets": None, "val_dataset": None, "eval_dataset": None}
 THOUGHT = {"path": "o/a", "field_thinking": "thinking"}
 # (a trainer, keys beside its rich ones, words of the command, "lacks" or "free" and their keys)
 ROWS = [
+    # what runs of the trainers showed
+    (
+        "trl",
+        {"warmup_ratio": 0.1, "max_steps": 12},
+        {"optim.lr_warmup_steps": 2, "optim.lr_warmup_steps_ratio": None},
+        "",
+    ),
+    ("axolotl", {"warmup_ratio": 0.1, "max_steps": 26}, {"optim.lr_warmup_steps": 2}, ""),  # 2.6, rounded down
+    ("axolotl", {"warmup_ratio": 0.1, "max_steps": 12}, {"optim.lr_warmup_steps": 2}, ""),  # never one step
+    ("axolotl", {"max_steps": 9000}, {"optim.lr_warmup_steps": 100, "optim.lr_warmup_steps_ratio": None}, ""),
+    ("axolotl", {}, {"optim.lr_warmup_steps_ratio": 0.03}, ""),
+    ("trl", {"activation_checkpointing": False}, {"model.enable_gradient_checkpointing": False}, ""),
+    ("trl", {"train_sampling_strategy": "sequential"}, {"data.shuffle": False, "data.balance": "none"}, ""),
+    ("trl", {"train_sampling_strategy": "random"}, {"data.shuffle": None}, ""),
+    ("trl", {"assistant_only_loss": True}, {"empty_reasoning": "learn"}, ""),
+    ("trl", {}, {"empty_reasoning": None}, ""),
+    ("trl", {"completion_only_loss": False}, {"prompts": "learn", "empty_reasoning": "learn"}, ""),
+    ("llamafactory", {"template": "qwen3"}, {"empty_reasoning": "learn"}, ""),
+    ("llamafactory", {"template": "qwen3", "enable_thinking": False}, {"empty_reasoning": None}, ""),
+    ("llamafactory", {"stage": "pt"}, {"data.over_length": "split", "empty_reasoning": None}, ""),
+    ("llamafactory", {"stage": "pt", "packing": False}, {"data.over_length": "truncate"}, ""),
+    ("llamafactory", {"disable_shuffling": True}, {"data.shuffle": False, "data.balance": "none"}, ""),
+    ("llamafactory", {"early_stopping_steps": 3}, {"trainer.early_stop.patience": 3}, ""),
+    ("llamafactory", {"train_from_scratch": True}, {"model.path": "random_init"}, ""),
+    ("swift", {"disable_ignore_empty_think": True}, {"empty_reasoning": "learn"}, ""),
+    ("swift", {"add_non_thinking_prefix": False}, {"empty_reasoning": None}, ""),
+    ("swift", {"packing": True, "packing_strategy": "sequential"}, {"data.strategy": "next_fit"}, ""),
+    ("swift", {"target_regex": "model.*q_proj"}, {"model.target_modules": "model.*q_proj"}, ""),
+    # a length is of a prompt with one answer there, and of a unit here
+    ("swift", {"rlhf_type": "dpo", "max_length": 512}, {"data.max_tokens": 1024}, ""),
+    ("swift", {"rlhf_type": "kto", "max_length": 512}, {"data.max_tokens": 512}, ""),
+    ("llamafactory", {"stage": "dpo", "cutoff_len": 512}, {"data.max_tokens": 1024}, ""),
+    ("axolotl", {"rl": "dpo", "sequence_len": 512}, {"data.max_tokens": 1024}, ""),
+    ("axolotl", {"rl": "dpo", "curriculum_sampling": True}, {"data.shuffle": None}, "free curriculum_sampling"),
+    ("axolotl", {"curriculum_sampling": True}, {"data.shuffle": False, "data.balance": "none"}, ""),
     ("trl", {"optim": "adamw_torch_8bit"}, {"optim.optimizer": "AdamW8bit", "optim.optimizer_impl": None}, ""),
     ("axolotl", {"optimizer": "paged_adamw_8bit"}, {"optim.optimizer": "AdamW8bit", "optim.optimizer_impl": None}, ""),
     ("trl", {"fp16": True, "save_only_model": True}, {"checkpoint.save_contents": ["model", "hf_model"]}, ""),
@@ -455,7 +499,7 @@ def test_a_key_that_needs_nothing_changes_nothing(trainer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "table", [axolotl.KEYS, llamafactory.KEYS, llamafactory.V1, swift.KEYS, *trl.OF_ANSWERS.values()]
+    "table", [axolotl.KEYS, llamafactory.KEYS, llamafactory_v1.V1, swift.KEYS, *trl.OF_ANSWERS.values()]
 )
 def test_every_key_that_a_table_names_is_one_of_ours(table):
     assert not {key: rule.to for key, rule in table.items() if rule.to and not is_ours(rule.to)}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import UsageError
-from verl_ext.tools.migrate import hf_trainer, preferences, sources
+from verl_ext.options import DataError, UsageError, spell
+from verl_ext.tools.migrate import hf_keys, hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import (
     FREE,
     READ,
@@ -29,7 +29,7 @@ _NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type",
 _OTHER_NAMES = (*_NAMES.values(), "per_device_train_batch_size", "report_to", "run_name")  # that axolotl does not have
 
 KEYS: dict[str, Rule] = {
-    **{key: rule for key, rule in hf_trainer.KEYS.items() if key not in _OTHER_NAMES},
+    **{key: rule for key, rule in hf_keys.KEYS.items() if key not in _OTHER_NAMES},
     "base_model": to("model.path"),
     **rules(
         READ,
@@ -74,21 +74,21 @@ KEYS: dict[str, Rule] = {
     **rules(to("trainer.experiment_name"), "swanlab_experiment_name wandb_name trackio_run_name"),
     "adam_eps": to("optim.override_optimizer_config.eps"),
     "experts_implementation": to("model.experts", {"scattermoe": "grouped_mm", "sonicmoe": "grouped_mm"}),
-    "peft_use_rslora": hf_trainer.KEYS["use_rslora"],
-    "peft_use_dora": hf_trainer.KEYS["use_dora"],
-    "val_set_size": hf_trainer.HELD_OUT,
+    "peft_use_rslora": hf_keys.KEYS["use_rslora"],
+    "peft_use_dora": hf_keys.KEYS["use_dora"],
+    "val_set_size": hf_keys.HELD_OUT,
     "min_sample_len": to("min_tokens"),
     "dataset_exact_deduplication": to("deduplicate", {"false": None}),
     "cosine_constant_lr_ratio": lacking("a cosine falls to the end of the run", "0", "0.0"),
     **rules(to("num_workers"), "dataset_processes dataset_num_proc"),
     "use_otel_metrics": lacking("trainer.logger has another set of trackers"),
     "push_dataset_to_hub": lacking("nothing is uploaded"),
-    "tokens": hf_trainer.TOKENS,
+    "tokens": hf_keys.TOKENS,
     "added_tokens_overrides": lacking("a new token gets an id of its own"),
     "resize_token_embeddings_to_32x": differing("rows are added where none is free, and stay as divisible"),
-    "load_in_8bit": hf_trainer.IN_8_BITS,
+    "load_in_8bit": hf_keys.IN_8_BITS,
     **rules(
-        hf_trainer.QUANTIZED,
+        hf_keys.QUANTIZED,
         "load_in_4bit gptq quantize_moe_experts nvfp4_merge_aware gptq_disable_exllama "
         "llama4_linearized_experts use_onebitllms",
     ),
@@ -97,7 +97,7 @@ KEYS: dict[str, Rule] = {
     ),
     "loss_watchdog_threshold": to("trainer.max_loss"),
     "loss_watchdog_patience": to("trainer.max_loss_steps"),
-    **hf_trainer.GROUPS,
+    **hf_keys.GROUPS,
     **rules(
         _OTHER_RUN,
         "ebft vllm reward_model process_reward_model num_labels diffusion dpo_use_weighting dpo_loss_weights qat "
@@ -107,7 +107,7 @@ KEYS: dict[str, Rule] = {
     ),
     "lr_quadratic_warmup": lacking("a warm-up is linear"),
     "revision_of_model": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
-    "fp8": hf_trainer.FP8,
+    "fp8": hf_keys.FP8,
     **rules(lacking("weights and products are bf16"), "use_dsv4_kernels use_glm_dsa_kernels dsv4_fp4_grouped_mode"),
     "use_ray": differing("`verl-ext launch-ray` trains on Ray's nodes"),
 }
@@ -158,9 +158,8 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     packs = moved.is_on("sample_packing") or moved.is_on("pretraining_dataset")
     if packs and moved.is_on("sample_packing_sequentially"):
         moved.put("data.strategy", "next_fit")
-    if moved.is_on("curriculum_sampling"):
-        moved.put("data.shuffle", False)
-        moved.put("data.balance", "none")
+    if not moved.is_on("rl") and moved.is_on("curriculum_sampling"):  # answers are shuffled all the same
+        hf_trainer.put_order(moved)
     hf_trainer.read_batch(moved, rows, steps, packs)
     _read_run(moved)
     # What is learnt.
@@ -176,13 +175,9 @@ def _read_model(moved: Moved) -> None:
     """Translate the model, its adapters and what is frozen."""
     sources.differ_by_model(moved, "base_model")
     if moved.is_on("reinit_weights"):
-        moved.put("model.path", "random_init")
-        moved.differ(
-            "reinit_weights: first `verl-ext init-model model=FOLDER tokenizer.path=FOLDER output_dir=random_init`; "
-            f"FOLDER has the config.json and the tokenizer of {moved.get('base_model')}"
-        )
+        hf_trainer.put_new_model(moved, "reinit_weights")
     if moved.is_on("processor_type"):
-        moved.lack("processor_type", hf_trainer.IMAGES.lacks)
+        moved.lack("processor_type", hf_keys.IMAGES.lacks)
     # Adapters begin as LoRA's do, on weights that are whole here.
     adapter = str(moved.get("adapter", default="")).lower()
     if adapter in ("lora", "qlora"):
@@ -191,7 +186,7 @@ def _read_model(moved: Moved) -> None:
     elif is_on(adapter):
         moved.lack("adapter", "adapters are LoRA's")
     if adapter == "qlora" and "load_in_4bit" not in moved.values:
-        moved.lack("adapter", hf_trainer.QUANTIZED.lacks)
+        moved.lack("adapter", hf_keys.QUANTIZED.lacks)
     patterns = [str(pattern) for pattern in listed(moved.get("unfrozen_parameters"))]
     if not all(re.search(r"language_model|^(lm_head|embed_tokens)(\.\*)?$", pattern) for pattern in patterns):
         globs = [re.sub(r"^\^|\$$|\.\*$|\.$|\\", "", pattern) for pattern in patterns]
@@ -245,6 +240,7 @@ def _put_preferences(moved: Moved) -> None:
     elif family == "dpo":
         options |= {"label_smoothing": moved.get("dpo_label_smoothing")}
     preferences.put_loss(moved, "rl" if name == family else "dpo_loss_type", name, options)
+    moved.differ("an answer follows its role's line there, without the empty thinking block that a template may print")
 
 
 def _read_run(moved: Moved) -> None:
@@ -253,9 +249,7 @@ def _read_run(moved: Moved) -> None:
     # For a while the values stand under the Trainer's names, with axolotl's defaults.
     for theirs, trainers in _NAMES.items():
         values[trainers] = moved.get(theirs)
-    if moved.get("warmup_steps", "warmup_ratio") is None:
-        values["warmup_ratio"] = 0.03
-        moved.differ("no warm-up is given: axolotl's default is 3 % of the run")
+    _read_warmup(moved)
     if moved.get("save_steps", "save_strategy") is None:
         values["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
     if values.get("eval_steps") is not None:
@@ -269,7 +263,7 @@ def _read_run(moved: Moved) -> None:
         moved.differ("save_total_limit not given: axolotl keeps the last 4 checkpoints, a run here all")
     else:
         moved.put("trainer.max_ckpt_to_keep", moved.get("save_total_limit") or 4)
-    values["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
+    values["report_to"] = [name for name in hf_keys.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
     hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(2e-4, "cosine", 1.0, idles=True))
     moved.restore(known, {trainers: theirs for theirs, trainers in _NAMES.items()})
     # What the Trainer has no name for.
@@ -281,6 +275,18 @@ def _read_run(moved: Moved) -> None:
         moved.words.pop("model.enable_gradient_checkpointing", None)
 
 
+def _read_warmup(moved: Moved) -> None:
+    """Give the Trainer a warm-up: a share is rounded down, one step becomes two, and a default ends at 100."""
+    most = math.inf
+    if moved.get("warmup_steps", "warmup_ratio") is None:
+        moved.values["warmup_ratio"], most = 0.03, 100
+        moved.differ("no warm-up is given: axolotl's default is 3 % of the run, at most 100 steps")
+    whole = number(moved.get("max_steps"))
+    if moved.get("warmup_steps") is None and whole > 0:
+        steps = min(int(number(moved.values.pop("warmup_ratio")) * whole), most)
+        moved.values["warmup_steps"] = 2 if steps == 1 else steps
+
+
 def _read_data(moved: Moved) -> None:
     """Translate data sets: their places, parts and fields."""
     usual = {name: moved.get(name) for name in ("roles_to_train", "train_on_eos")}
@@ -290,7 +296,10 @@ def _read_data(moved: Moved) -> None:
         ("test_datasets", "data.val_sources"),
     ):
         for entry in listed(moved.get(key)):
-            _put_dataset(moved, key, node, usual | (dict(entry) if isinstance(entry, Mapping) else {"path": entry}))
+            own = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+            if not isinstance(own.get("path"), str):
+                raise DataError(f"{key} must be a list of mappings with a path; got {spell(entry)}")
+            _put_dataset(moved, key, node, usual | own)
 
 
 def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) -> None:

@@ -18,8 +18,18 @@ from typing import Any
 from uuid import uuid4
 
 from verl_ext.commands.command_line import command, read_options, words_of
-from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
-from verl_ext.tools.migrate import axolotl, launcher, llamafactory, serving, swift, swift_megatron, trl, verl
+from verl_ext.options import REQUIRED, DataError, Options, UsageError, option, spell
+from verl_ext.tools.migrate import (
+    axolotl,
+    launcher,
+    llamafactory,
+    llamafactory_v1,
+    serving,
+    swift,
+    swift_megatron,
+    trl,
+    verl,
+)
 from verl_ext.tools.migrate.line import Moved, mapping, tokenize_keys
 from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, commands_of, flags_of, ranks_of, read_yaml, without_comments
 
@@ -70,6 +80,8 @@ def migrate(options: MigrateOptions) -> str:
     assert values is not None
     moved = Moved(name, values, options.nproc or ranks, (Path(), folder, *folder.resolve().parents))
     reader(moved, folder)
+    if not isinstance(model := moved.words.get("model.path", ""), str):
+        raise DataError(f"the model must be a name or a folder; got {spell(model)}")
     if moved.other is not None:
         if options.recipe is not None:
             raise UsageError(f"recipe must be null for a configuration that trains nothing; got {options.recipe}")
@@ -90,7 +102,7 @@ def _of_keys(values: dict[str, Any], where: Path) -> tuple[str, Reader]:
     if "base_model" in values:
         return axolotl.NAME, axolotl.read_axolotl
     if "train_dataset" in values and "model" in values:
-        return llamafactory.NAME, llamafactory.read_llamafactory_v1
+        return llamafactory.NAME, llamafactory_v1.read_llamafactory_v1
     if "model_name_or_path" in values and "dataset_name" in values:
         return trl.NAME, trl.read_trl
     if "model_name_or_path" in values and {"stage", "cutoff_len", "finetuning_type", "template"} & values.keys():
@@ -128,6 +140,8 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
                 if name == swift.NAME:
                     if "rlhf" in match[0]:
                         values.setdefault("rlhf_type", "dpo")
+                    if re.search(r"\bpt\b", match[0]):
+                        values.setdefault("use_chat_template", False)
                     values |= dict(word.split("=", 1) for word in words[:start] if word.startswith(IMAGE_SETTINGS))
                 trains = read not in _WITHOUT_TRAINING
                 (found if trains else others).append(
@@ -217,8 +231,13 @@ def _problems(moved: Moved) -> list[str]:
     from verl_ext.config.upstream import fixed_value_problems
     from verl_ext.engines.schedule import schedule_problems
 
-    # The shell puts a value in place of each variable; a number serves every kind of option.
-    words = [re.sub(r"\$\{[^}]*\}|\$\([^()]*\)|\$\w+", "1", word) for word in moved.overrides()]
+    # The shell puts a value in place of each variable: a name in a path, else a number, which other options take.
+    variable = re.compile(r"\$\{[^}]*\}|\$\([^()]*\)|\$\w+")
+    values = {"data.max_tokens": "2", "data.sources": "x", "data.val_sources": "x"}
+    words = [
+        variable.sub(next((values[key] for key in values if word.startswith(key)), "1"), word)
+        for word in moved.overrides()
+    ]
     sources = words_of(words, NODES.values())
     encoding = words_of(words, tokenize_keys())
     problems: list[str] = []

@@ -1,28 +1,22 @@
-"""The keys of transformers' Trainer, which LLaMA-Factory, ms-swift and TRL share."""
+"""The work of transformers' Trainer, which LLaMA-Factory, ms-swift and TRL share."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.tools.migrate import hf_keys
 from verl_ext.tools.migrate.line import (
-    FREE,
-    READ,
     Moved,
-    Rule,
-    differing,
     is_on,
-    lacking,
     listed,
     mapping,
     number,
-    rules,
     split_names,
-    to,
 )
 from verl_ext.tools.migrate.reading import read_yaml
 
-TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard", "trackio", "clearml")
 _SCHEDULES = {
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
@@ -38,74 +32,8 @@ _OPTIMIZERS = {
     "sgd": (None, "SGD"),
     "muon": (None, "Muon"),
 }
+_PATIENCE = ("early_stopping_patience", "early_stopping_steps")  # the latter is LLaMA-Factory's
 _BETA2 = 0.999  # of torch's Adam, and verl's
-NO_VALIDATION = "there is no validation data to measure"
-HELD_OUT = to("val_share", {"0": None, "0.0": None})
-QUANTIZED = lacking("a base of 4 or 8 bits is not trained; adapters of its bf16 weights are (model=lora)", "none")
-IN_8_BITS = differing(
-    "the base stays in bf16: its weights take twice the memory, and its products are not rounded to 8 bits"
-)
-UNSHARDED = lacking("optim.optimizer names a class of torch.optim or another package that steps shards")
-TOKENS, SPECIAL_TOKENS = (to(f"model.new_{kind}tokens", is_names=True) for kind in ("", "special_"))
-IMAGES = lacking("records are text; media=drop leaves their images out")
-DFT = to("loss.by_probability", {"false": None})
-FP8 = differing("weights and products are bf16")
-# {parallelism of other engines}: each has the number of ranks that hold one copy's parts.
-_TENSOR = "tensor_parallel_size tensor_model_parallel_size"
-_STAGES = "pipeline_parallel_size pipeline_model_parallel_size"
-_EXPERTS = "expert_parallel_size expert_model_parallel_size"
-GROUPS: dict[str, Rule] = {
-    **rules(READ, f"{_TENSOR} {_STAGES}"),
-    **rules(differing("FSDP2 shards experts as all parameters; a rank computes its own tokens'", "1"), _EXPERTS),
-}
-
-KEYS: dict[str, Rule] = {
-    **rules(
-        FREE,
-        "ddp_timeout ddp_find_unused_parameters bf16 greater_is_better tf32 do_train do_eval overwrite_output_dir "
-        "logging_strategy logging_first_step gradient_checkpointing_kwargs remove_unused_columns "
-        "dataloader_pin_memory disable_tqdm dataloader_persistent_workers save_safetensors log_level logging_dir "
-        "hub_strategy hub_private_repo include_num_input_tokens_seen local_rank per_device_eval_batch_size "
-        "eval_accumulation_steps dataloader_prefetch_factor torch_compile use_cpu group_by_length "
-        "prediction_loss_only label_names fsdp_transformer_layer_cls_to_wrap accelerator_config "
-        "average_tokens_across_devices auto_find_batch_size ddp_backend include_tokens_per_second no_cuda",
-    ),
-    **rules(
-        READ,
-        "per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type warmup_ratio "
-        "warmup_steps weight_decay num_train_epochs max_steps save_steps save_strategy eval_steps eval_strategy "
-        "evaluation_strategy optim report_to metric_for_best_model load_best_model_at_end early_stopping_patience "
-        "adam_beta1 adam_beta2 gradient_checkpointing seed resume_from_checkpoint lr_scheduler_kwargs "
-        "early_stopping_threshold router_aux_loss_coef moe_aux_loss_coef data_seed deepspeed fsdp fsdp_config",
-    ),
-    "trust_remote_code": to("model.trust_remote_code"),
-    "lora_dropout": to("model.lora_dropout", {"0": None, "0.0": None}),
-    "use_rslora": to("model.use_rslora", {"false": None}),
-    "use_dora": to("model.use_dora", {"false": None}),
-    **rules(to("model.modules_to_save", is_names=True), "modules_to_save lora_modules_to_save additional_target"),
-    **rules(to("model.target_parameters", is_names=True), "target_parameters lora_target_parameters"),
-    **rules(to("system"), "system default_system default_system_message"),
-    "max_grad_norm": to("optim.clip_grad"),
-    "output_dir": to("trainer.default_local_dir"),
-    "run_name": to("trainer.experiment_name"),
-    "logging_steps": to("trainer.log_freq"),
-    "save_total_limit": to("trainer.max_ckpt_to_keep", {"0": None, "-1": None}),
-    "save_only_model": to("checkpoint.save_contents", {"true": ["model", "hf_model"], "false": None}),
-    "use_liger_kernel": to("model.use_liger", {"false": None}),
-    "dataloader_drop_last": to("data.drop_last", {"false": None}),
-    "fp16": to("engine.mixed_precision.param_dtype", {"true": "fp16", "false": None, "auto": None}),
-    "dataloader_num_workers": to("data.num_workers"),
-    "adam_epsilon": to("optim.override_optimizer_config.eps"),
-    "eval_delay": lacking("validation begins with the first trainer.test_freq"),
-    "neftune_noise_alpha": lacking("no noise is added to embeddings"),
-    "label_smoothing_factor": lacking("labels are not smoothed", "0", "0.0"),
-    **rules(
-        differing("no run uploads; `verl-ext export` writes a folder for `hf upload NAME FOLDER`"),
-        "push_to_hub hub_model_id",
-    ),
-    "optim_args": lacking("optim.override_optimizer_config has the options of an optimizer by name"),
-    "predict_with_generate": lacking("eval.prompts has prompts to answer while training"),
-}
 
 
 @dataclass(frozen=True)
@@ -143,17 +71,36 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
     if is_on(share := moved.get("router_aux_loss_coef", "moe_aux_loss_coef")):
         own = moved.words.get("model.override_config", {})
         moved.put("model.override_config", {**own, "output_router_logits": True, "router_aux_loss_coef": share})
-    if moved.get("gradient_checkpointing") is False:
+    # transformers 5.24 calls it activation_checkpointing.
+    if moved.get("activation_checkpointing", "gradient_checkpointing") is False:
         moved.put("model.enable_gradient_checkpointing", False)
+    if moved.get("train_sampling_strategy") == "sequential":
+        put_order(moved)
     read_sharding(moved, ("deepspeed", "fsdp", "fsdp_config"))
     path = moved.get("resume_from_checkpoint")
     if is_on(path) and str(path).lower() not in ("true", "auto"):
         moved.lack("resume_from_checkpoint", "a run resumes its own checkpoints; model.path takes exported weights")
     names = [str(name).lower() for name in listed(moved.get("report_to")) if is_on(name)]
     if names and "all" not in names:
-        moved.put("trainer.logger", ["console", "file", *(name for name in names if name in TRACKERS)])
-        if other := [name for name in names if name not in TRACKERS]:
+        moved.put("trainer.logger", ["console", "file", *(name for name in names if name in hf_keys.TRACKERS)])
+        if other := [name for name in names if name not in hf_keys.TRACKERS]:
             moved.lack("report_to", f"trainer.logger has no {', '.join(other)}")
+
+
+def put_new_model(moved: Moved, key: str) -> None:
+    """Train a model of random weights, which a command makes first."""
+    old = moved.words.get("model.path")
+    moved.put("model.path", "random_init")
+    moved.differ(
+        f"{key}: first `verl-ext init-model model=FOLDER tokenizer.path=FOLDER output_dir=random_init`; FOLDER has the "
+        f"config.json and the tokenizer of {old}"
+    )
+
+
+def put_order(moved: Moved) -> None:
+    """Train records in their order."""
+    moved.put("data.shuffle", False)
+    moved.put("data.balance", "none")
 
 
 def read_sharding(moved: Moved, keys: Iterable[str]) -> None:
@@ -243,6 +190,11 @@ def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
         moved.put("optim.lr_warmup_steps", steps)
     elif kind != "constant" and is_on(share):
         moved.put("optim.lr_warmup_steps_ratio", share)
+    # A share is rounded up there, and down by verl.
+    whole, part = number(moved.get("max_steps")), number(moved.words.get("optim.lr_warmup_steps_ratio"))
+    if whole > 0 and part:
+        del moved.words["optim.lr_warmup_steps_ratio"]
+        moved.put("optim.lr_warmup_steps", math.ceil(whole * part))
     decay = moved.get("weight_decay", default=defaults.decay)
     moved.put("optim.weight_decay", decay)
     if number(decay, 1.0):
@@ -299,7 +251,7 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
         elif is_on(validates):
             for name in ("eval_strategy", "evaluation_strategy", "eval_steps"):
                 if moved.is_on(name):
-                    moved.lack(name, NO_VALIDATION)
+                    moved.lack(name, hf_keys.NO_VALIDATION)
     for key, strategy, names, default in plans:
         if str(strategy).lower() == "epoch":
             moved.put(key, "after_each_epoch")
@@ -315,21 +267,17 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
     # The best checkpoint and an early end by it.
     best = moved.get("metric_for_best_model", default="loss")
     name = str(best).removeprefix("eval_")
-    asks = {
-        key
-        for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model")
-        if moved.is_on(key)
-    }
+    asks = {key for key in ("load_best_model_at_end", *_PATIENCE, "metric_for_best_model") if moved.is_on(key)}
     asks |= {"save_strategy"} if str(saves).lower() == "best" else set()
     if asks and (name != "loss" or not moved.validates):
         why = "checkpoint.keep_best is by val/loss, a category's loss or the answers to eval.prompts"
         for key in sorted(asks):
-            moved.lack(key, why if name != "loss" else NO_VALIDATION)
+            moved.lack(key, why if name != "loss" else hf_keys.NO_VALIDATION)
     elif asks:
         moved.put("checkpoint.keep_best", "val/loss")
-        if moved.is_on("early_stopping_patience"):
+        if moved.is_on(*_PATIENCE):
             moved.put("trainer.early_stop.metric", "val/loss")
-            moved.put("trainer.early_stop.patience", moved.get("early_stopping_patience"))
+            moved.put("trainer.early_stop.patience", moved.get(*_PATIENCE))
             if is_on(least := moved.get("early_stopping_threshold")):
                 moved.put("trainer.early_stop.least", least)
 
@@ -337,7 +285,7 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
 def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) -> None:
     """Translate a step: rows or packs of all ranks here, of one rank there."""
     split = int(number(moved.words.get("engine.ulysses_sequence_parallel_size", 1), 1.0))
-    stages = max(int(number(moved.get(*_STAGES.split(), default=1), 1.0)), 1)
+    stages = max(int(number(moved.get(*hf_keys.STAGES.split(), default=1), 1.0)), 1)
     if stages > 1:
         moved.differ(f"FSDP2 shards every parameter over all ranks, in place of {stages} stages of layers")
     ranks = (moved.ranks or 1) // stages
@@ -363,7 +311,7 @@ def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) ->
 
 def put_split(moved: Moved, size: Any) -> None:
     """Let a group of ranks share each row, also that which splits matrices there."""
-    tensor = number(moved.get(*_TENSOR.split(), default=1), 1.0)
+    tensor = number(moved.get(*hf_keys.TENSOR.split(), default=1), 1.0)
     if tensor > 1:
         moved.differ(
             f"{tensor:g} ranks split each matrix there; here they split a row's tokens (Ulysses), and all ranks share "

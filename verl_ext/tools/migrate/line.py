@@ -25,6 +25,7 @@ from verl_ext.tools.migrate.reading import NUMBER
 
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
 _PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
+_VARIABLE = re.compile(r"\$\{\w+(:?[-=][\w./-]*)?\}")  # of the shell, which expands it inside "…"
 _PLAIN_INSIDE = re.compile(r"[\w.+~-][\w./+~$@%-]*")
 _OF_BOTH = ("model.path", "model.new_tokens", "model.new_special_tokens")  # which `tokenize` reads too
 _NODES = ("attention", "checkpoint", "data", "engine", "eval", "loss", "model", "optim", "parallel", "trainer")
@@ -279,7 +280,8 @@ class Moved:
 
 def _value(value: Any) -> str:
     """Return the value of a word; a text is quoted only if it must be."""
-    return value if isinstance(value, str) and _PLAIN.fullmatch(value) and "${" not in value else _inside(value)
+    plain = isinstance(value, str) and _PLAIN.fullmatch(_VARIABLE.sub("x", value))
+    return value if plain and "${" not in _VARIABLE.sub("x", value) else _inside(value)
 
 
 def _inside(value: Any) -> str:

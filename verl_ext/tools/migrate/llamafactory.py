@@ -1,4 +1,4 @@
-"""LLaMA-Factory: a YAML with its dataset_info.json; the keys of its versions 0 and 1."""
+"""LLaMA-Factory: a YAML with its dataset_info.json; the keys of its version 0."""
 
 import json
 from collections.abc import Mapping
@@ -6,23 +6,36 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.options import DataError, UsageError
-from verl_ext.tools.migrate import hf_trainer, preferences, sources
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, number, rules, split_names, to
-from verl_ext.tools.migrate.reading import read_yaml
+from verl_ext.tools.migrate import hf_keys, hf_trainer, preferences, sources
+from verl_ext.tools.migrate.line import (
+    FREE,
+    READ,
+    Moved,
+    Rule,
+    differing,
+    is_on,
+    lacking,
+    mapping,
+    number,
+    rules,
+    split_names,
+    to,
+)
 
 NAME = "LLaMA-Factory"
 _LOSS = lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "0")
-_ULYSSES = lacking("ranks share rows by Ulysses; parallel.context_parallel_size adds groups of them", "ulysses")
+ULYSSES = lacking("ranks share rows by Ulysses; parallel.context_parallel_size adds groups of them", "ulysses")
 
 KEYS: dict[str, Rule] = {
-    **hf_trainer.KEYS,
+    **hf_keys.KEYS,
     "model_name_or_path": to("model.path"),
     **rules(
         READ,
         "stage finetuning_type dataset dataset_dir eval_dataset max_samples cutoff_len lora_rank lora_alpha "
         "lora_target packing neat_packing template train_on_prompt cp_size context_parallel_size loraplus_lr_ratio "
         "use_kt kt_config use_muon use_swanlab use_packed_sequences pref_loss pref_beta pref_ftx simpo_gamma ld_alpha "
-        "rope_scaling dpo_label_smoothing kto_chosen_weight kto_rejected_weight",
+        "rope_scaling dpo_label_smoothing kto_chosen_weight kto_rejected_weight disable_shuffling "
+        "early_stopping_steps enable_thinking train_from_scratch",
     ),
     **rules(
         FREE,
@@ -34,46 +47,70 @@ KEYS: dict[str, Rule] = {
         "kt_cpu_activation kt_non_expert_weight_path kt_model_path sequence_parallel use_distributed_optimizer "
         "bias_activation_fusion apply_rope_fusion overlap_param_gather overlap_grad_reduce moe_grouped_gemm "
         "moe_token_dispatcher_type recompute_granularity mixed_precision export_hf_on_finish swanlab_mode "
-        "swanlab_workspace swanlab_api_key swanlab_logdir",
+        "swanlab_workspace swanlab_api_key swanlab_logdir swanlab_lark_secret swanlab_lark_webhook_url adapter_folder "
+        "export_hub_model_id export_quantization_bit export_quantization_dataset export_quantization_maxlen "
+        "export_quantization_nsamples do_sample temperature top_p top_k num_beams max_length max_new_tokens "
+        "repetition_penalty length_penalty skip_special_tokens eval_num_beams generation_config generation_max_length "
+        "generation_num_beams infer_dtype use_kv_cache vllm_config vllm_enforce_eager vllm_gpu_util vllm_max_lora_rank "
+        "vllm_maxlen sglang_config sglang_lora_backend sglang_maxlen sglang_mem_fraction sglang_tp_size master_addr "
+        "master_port ray_init_kwargs om_hub_token offload_folder ignore_pad_token_for_loss eval_on_each_dataset "
+        "quantization_type sortish_sampler upcast_lmhead_output use_unsloth use_unsloth_gc media_dir "
+        "kt_expert_checkpoint_path",
     ),
     "preprocessing_num_workers": to("num_workers"),
     "enable_liger_kernel": to("model.use_liger"),
     "adapter_name_or_path": to("model.lora_adapter_path"),
     "pure_bf16": to("engine.model_dtype", {"true": "bf16", "false": None}),
     "disable_gradient_checkpointing": to("model.enable_gradient_checkpointing", {"true": False, "false": None}),
-    "use_dft_loss": hf_trainer.DFT,
+    "use_dft_loss": hf_keys.DFT,
     "mask_history": to("turns", {"true": "last", "false": None}),
-    "enable_thinking": to("apply_chat_template_kwargs.enable_thinking"),
     "swanlab_project": to("trainer.project_name"),
     "swanlab_run_name": to("trainer.experiment_name"),
     "ref_model": to("reference.path"),
     "freeze_language_model": lacking("the text model is what is trained"),
-    "val_size": hf_trainer.HELD_OUT,
-    "add_tokens": hf_trainer.TOKENS,
+    "val_size": hf_keys.HELD_OUT,
+    "add_tokens": hf_keys.TOKENS,
     "resize_vocab": FREE,
-    **rules(hf_trainer.SPECIAL_TOKENS, "new_special_tokens add_special_tokens"),
+    **rules(hf_keys.SPECIAL_TOKENS, "new_special_tokens add_special_tokens"),
     **rules(
         lacking("rows begin as the mean of a token's old pieces; model.new_special_tokens names the tokens"),
         "new_special_tokens_config init_special_tokens",
     ),
-    **rules(hf_trainer.QUANTIZED, "quantization_bit quantization_device_map"),
+    **rules(hf_keys.QUANTIZED, "quantization_bit quantization_device_map"),
     **rules(_LOSS, "use_asft_loss asft_alpha use_eaft_loss eaft_alpha"),
     **rules(
-        hf_trainer.UNSHARDED,
+        hf_keys.UNSHARDED,
         "use_galore galore_layerwise galore_target galore_rank galore_scale use_apollo apollo_layerwise "
         "apollo_target apollo_rank apollo_scale apollo_scale_type use_badam badam_mode badam_switch_mode "
-        "badam_switch_interval badam_verbose use_adam_mini",
+        "badam_switch_interval badam_verbose use_adam_mini apollo_proj apollo_proj_type apollo_scale_front "
+        "apollo_update_interval galore_proj_type galore_update_interval badam_mask_mode badam_start_block "
+        "badam_update_ratio",
     ),
-    **rules(hf_trainer.IMAGES, "image_max_pixels video_max_pixels image_min_pixels video_fps video_maxlen"),
-    **rules(lacking("adapters are LoRA's"), "oft_block_size oft_target oft_rank pissa_init pissa_iter pissa_convert"),
-    **rules(hf_trainer.FP8, "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather"),
-    **hf_trainer.GROUPS,
-    "kt_weight_path": hf_trainer.QUANTIZED,
+    **rules(hf_keys.IMAGES, "image_max_pixels video_max_pixels image_min_pixels video_fps video_maxlen"),
+    **rules(hf_keys.IMAGES, "video_min_pixels audio_sampling_rate crop_to_patches image_do_pan_and_scan"),
+    "use_audio_in_video": hf_keys.IMAGES,
+    "model_revision": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
+    "tool_format": differing("the chat template prints tools"),
+    "preserve_thinking": differing("the chat template decides which turns keep their reasoning"),
+    "split_special_tokens": to("special_tokens_in_text", {"true": "encode", "false": "keep"}),
+    **rules(differing("FSDP2 shards the model, in place of another engine"), "use_mca use_hyper_parallel"),
+    "hyper_parallel_args": FREE,
+    "loraplus_lr_embedding": lacking("optim.lr_of has factors of the rate by name", "1e-06", "1e-6"),
+    **rules(lacking("adapters of experts are model.target_parameters"), "kt_use_lora_experts"),
+    **rules(FREE, "kt_lora_expert_intermediate_size kt_lora_expert_num"),
+    **rules(
+        lacking("adapters are LoRA's"),
+        "oft_block_size oft_target oft_rank module_dropout pissa_init pissa_iter",
+    ),
+    "pissa_convert": lacking("adapters are LoRA's"),
+    **rules(hf_keys.FP8, "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather"),
+    **hf_keys.GROUPS,
+    "kt_weight_path": hf_keys.QUANTIZED,
     "ref_model_adapters": lacking("the reference is one folder: merge its adapters"),
     "pref_bco_weight": lacking("loss is one loss, without a second one of single answers", "0", "0.0"),
     **rules(lacking("layers are neither added nor replaced"), "use_llama_pro mixture_of_depths"),
     **rules(READ, "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules"),
-    "cp_mode": _ULYSSES,
+    "cp_mode": ULYSSES,
     "shift_attn": lacking("attention is over the whole document"),
     "create_new_adapter": lacking("adapters go on from those of model.lora_adapter_path"),
     "mix_strategy": lacking("data.mixture has the shares of categories", "concat"),
@@ -109,6 +146,11 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
     if stage in ("dpo", "kto"):
         _put_preferences(moved, stage)
+    elif stage == "pt" and moved.get("packing") is not False:
+        moved.put("data.over_length", "split")
+        moved.differ("texts are joined and cut every cutoff_len tokens there; here a part sees its own text alone")
+    elif stage == "pt":
+        moved.put("data.over_length", "truncate")
     else:
         moved.put("data.over_length", "truncate")
         moved.differ(
@@ -127,7 +169,7 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
         moved.lack("adapter_name_or_path", "it is not merged into the model: model.path names one with it")
     if kind == "freeze":
         own = {name: moved.get(name) for name in ("freeze_trainable_layers", *_FROZEN)}
-        _put_frozen(moved, "finetuning_type", own)
+        put_frozen(moved, "finetuning_type", own)
     elif kind not in ("lora", "full"):
         moved.lack("finetuning_type", "all parameters are trained, or adapters; model.freeze leaves some out")
     _read_experts(moved)
@@ -142,10 +184,15 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
         moved.put("optim.optimizer", "Muon")
     if moved.is_on("use_swanlab"):
         moved.put("trainer.logger", [*moved.words.get("trainer.logger", ["console", "file"]), "swanlab"])
+    if moved.is_on("train_from_scratch"):
+        hf_trainer.put_new_model(moved, "train_from_scratch")
+    if moved.is_on("disable_shuffling"):
+        hf_trainer.put_order(moved)
     # What is learnt.
     if moved.is_on("train_on_prompt") and stage == "sft":
         moved.put("prompts", "learn")
-    _differ_by_template(moved)
+    if stage != "pt":
+        put_template(moved)
     hf_trainer.differ_by_tokens(moved, "as the mean of all rows with noise")
     if moved.is_on("packing") and not moved.is_on("neat_packing") and moved.get("stage") != "pt":
         moved.differ("packing without neat_packing lets documents of a pack attend to each other there; never here")
@@ -174,7 +221,7 @@ def _put_preferences(moved: Moved, stage: str) -> None:
 _FROZEN = ("freeze_trainable_modules", "freeze_extra_modules")
 
 
-def _put_frozen(moved: Moved, key: str, options: Mapping[str, Any]) -> None:
+def put_frozen(moved: Moved, key: str, options: Mapping[str, Any]) -> None:
     """Train some first or last layers, or their modules, and named ones."""
     count = int(number(options.get("freeze_trainable_layers"), 2.0))
     modules, extra = (split_names(options.get(name)) for name in _FROZEN)
@@ -196,15 +243,20 @@ def _read_experts(moved: Moved) -> None:
     moved.differ("experts are computed on the host there; here they wait in its memory and are computed on the GPUs")
     weights = mapping("kt_config", moved.get("kt_config")).get("kt_expert_weight_format", "bf16")
     if "bf16" not in str(weights):
-        moved.lack("kt_config", hf_trainer.QUANTIZED.lacks)
+        moved.lack("kt_config", hf_keys.QUANTIZED.lacks)
 
 
-def _differ_by_template(moved: Moved) -> None:
+def put_template(moved: Moved) -> None:
+    """Learn empty thinking blocks as there, and say what else a template of its own does."""
+    if moved.get("enable_thinking") is False:
+        moved.put("apply_chat_template_kwargs.enable_thinking", False)
+    else:
+        moved.put("empty_reasoning", "learn")
     if moved.is_on("template"):
         moved.differ(
-            f"template={moved.get('template')} is LLaMA-Factory's own; here the tokenizer's template renders chats, or "
-            "chat_template=NAME of a folder chat_templates=FOLDER, and the line end after a turn and an empty thinking "
-            "block are no targets (empty_reasoning=learn learns it)"
+            f"template={moved.get('template')} is LLaMA-Factory's own: the line end after a turn is learnt there, and "
+            "with reasoning every reply begins with an empty thinking block; here the tokenizer's template renders "
+            "chats, or chat_template=NAME of a folder chat_templates=FOLDER"
         )
 
 
@@ -276,112 +328,3 @@ def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, 
     moved.lack_others(key, f"{name}: no field is read as", columns, _COLUMNS)
     known = (*_PLACES, "columns", "tags", "formatting", "ranking", "subset", "split")
     moved.lack_others(key, f"{name}: no source has", entry, (*known, *["num_samples"] * (node == "data.sources")))
-
-
-# --- version 1: other names, and nodes of plugins ---
-
-V1: dict[str, Rule] = {
-    "trust_remote_code": to("model.trust_remote_code"),
-    **rules(
-        FREE,
-        "model_class sample_backend max_new_tokens dist_config init_config kernel_config bf16 flash_attn "
-        "save_hf_model logging_steps_per_epoch",
-    ),
-    **rules(
-        READ,
-        "train_dataset eval_dataset micro_batch_size global_batch_size cutoff_len peft_config quant_config cp_size "
-        "learning_rate num_train_epochs max_steps optim_config template batching_strategy save_epochs "
-        "gradient_accumulation_steps",
-    ),
-    "model": to("model.path"),
-    "output_dir": to("trainer.default_local_dir"),
-    "save_steps": to("trainer.save_freq", {"0": None}),
-    "max_grad_norm": to("optim.clip_grad"),
-    "seed": to("trainer.seed"),
-    "logging_steps": to("trainer.log_freq"),
-    "enable_activation_checkpointing": to("model.enable_gradient_checkpointing"),
-    "fp8": hf_trainer.FP8,
-    "cp_mode": _ULYSSES,
-    "lr_scheduler_config": lacking("optim.lr_scheduler_type and optim.lr_warmup_steps_ratio have the schedule"),
-}
-
-
-_PEFT = {  # {a key of peft_config: ours}
-    "adapter_name_or_path": "model.lora_adapter_path",
-    **{name: f"model.{name}" for name in ("lora_dropout", "use_rslora", "use_dora", "modules_to_save")},
-}
-
-
-def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
-    """Translate a YAML of version 1, whose dataset is a YAML of files."""
-    moved.take(V1)
-    moved.put("data.over_length", "truncate")
-    for key, node in (("train_dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
-        if is_on(name := moved.get(key)):
-            _put_v1(moved, key, node, str(name), folder)
-    moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
-    peft = mapping("peft_config", moved.get("peft_config"))
-    if peft.get("name") == "lora":
-        hf_trainer.put_lora(moved, peft.get("r", 8), peft.get("lora_alpha", 16), peft.get("target_modules"))
-        peft.setdefault("lora_dropout", 0.05)
-        moved.words |= {ours: peft[theirs] for theirs, ours in _PEFT.items() if is_on(peft.get(theirs))}
-        known = (*_PEFT, "name", "r", "lora_alpha", "target_modules", "export_dir")
-        moved.lack_others("peft_config", "adapters have no", peft, known)
-    elif peft.get("name") == "freeze":
-        _put_frozen(moved, "peft_config", peft)
-    elif peft:
-        moved.lack("peft_config", "adapters are LoRA's")
-    if mapping("quant_config", moved.get("quant_config")):
-        moved.lack("quant_config", hf_trainer.QUANTIZED.lacks)
-    if optim := mapping("optim_config", moved.get("optim_config")):
-        _put_optimizer_v1(moved, optim)
-    sources.differ_by_model(moved, "model")
-    hf_trainer.put_split(moved, moved.get("cp_size", default=1))
-    micro, whole = moved.get("micro_batch_size", default=1), moved.get("global_batch_size")
-    steps = number(moved.get("gradient_accumulation_steps"), 1.0) if whole is None else 0.0
-    steps = steps or number(whole) // max(number(micro, 1.0) * (moved.ranks or 1), 1)
-    packs = "packing" in str(moved.get("batching_strategy")) or "dynamic" in str(moved.get("batching_strategy"))
-    hf_trainer.read_batch(moved, micro, max(steps, 1), packs)
-    moved.put("optim.lr", moved.get("learning_rate", default=1e-4))
-    hf_trainer.read_length(moved, 3)
-    _differ_by_template(moved)
-    if is_on(epochs := moved.get("save_epochs")):
-        if number(epochs) == 1:
-            moved.put("trainer.save_freq", "after_each_epoch")
-        else:
-            moved.lack("save_epochs", "trainer.save_freq counts steps, or is after_each_epoch")
-
-
-def _put_optimizer_v1(moved: Moved, options: Mapping[str, Any]) -> None:
-    """Translate Muon, whose options are ours."""
-    if options.get("name") != "muon":
-        moved.lack("optim_config", hf_trainer.UNSHARDED.lacks)
-        return
-    moved.put("optim.optimizer", "Muon")
-    moved.put("optim.weight_decay", options.get("wd", 0.1))
-    moved.put("optim.betas", options.get("adamw_betas", [0.9, 0.95]))
-    own = {name: options[name] for name in ("momentum", "nesterov", "ns_steps") if name in options}
-    moved.put("optim.override_optimizer_config", own | {"eps": options.get("adamw_eps", 1e-8)})
-
-
-def _put_v1(moved: Moved, key: str, node: str, name: str, folder: Path) -> None:
-    path = next((root / name for root in (Path(), folder, *folder.parents) if (root / name).is_file()), None)
-    if path is None or not name.endswith((".yaml", ".yml")):
-        sources.put_data(moved, key, node, name)
-        return
-    for each, entry in read_yaml(path).items():
-        entry = mapping(f"{each} of {path}", entry)
-        where = str(entry.get("path", each))
-        is_hub = "hub" in str(entry.get("source", "hf_hub"))
-        if is_hub:
-            category = sources.put_data(moved, key, node, where, None, entry.get("split"), each)
-        else:
-            category = sources.put_source(moved, node, each, where)
-        if is_on(most := entry.get("size")) and node == "data.sources":
-            moved.put(f"sample.{category}", most)
-        known = ("path", "source", "split", "converter", *["size"] * (node == "data.sources"))
-        moved.lack_others(key, f"{each}: no source has", entry, known)
-        if (form := entry.get("converter")) == "pair":
-            preferences.put_loss(moved, key, "dpo", {"beta": 0.1})
-        elif form not in (None, "alpaca", "sharegpt"):
-            moved.lack(key, f"{each}: a record's fields say what it is, no converter; got {form}")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from verl_ext.tools.migrate.line import Moved, listed
+from verl_ext.tools.migrate.line import Moved, listed, number
 
 # {a trainer's name: ours}
 LOSSES = {
@@ -29,6 +29,10 @@ def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> N
         if value is not None:
             moved.put(f"loss.{option}", value)
     moved.put("data.over_length", "drop")
+    length = number(moved.words.get("data.max_tokens"))
+    if LOSSES[name] != "kto" and length:
+        moved.put("data.max_tokens", int(2 * length))
+        moved.differ("data.max_tokens holds a prompt with both of its answers: twice the length, which is of one there")
     moved.differ("a prompt or an answer that is too long is cut there; data.over_length=drop leaves the whole unit out")
 
 

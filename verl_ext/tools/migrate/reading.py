@@ -9,7 +9,7 @@ from typing import Any
 
 from verl_ext.options import DataError, UsageError, first_line
 
-_ASSIGNED = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 # A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
 WORD = re.compile(
     r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
@@ -29,7 +29,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        raise DataError(f"{path} must be a YAML of keys and values; it cannot be read: {first_line(error)}") from error
+        mark = getattr(error, "problem_mark", None)
+        what = first_line(error) if mark is None else f"line {mark.line + 1}: {getattr(error, 'problem', None)}"
+        raise DataError(f"{path} must be a YAML of keys and values; it cannot be read: {what}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         kind = {list: "a list", type(None): "nothing"}.get(type(values), f"a {type(values).__name__}")
         raise DataError(
@@ -53,8 +55,9 @@ def commands_of(text: str) -> list[list[str]]:
         while words:
             end = next((number for number, word in enumerate(words) if END.fullmatch(word)), len(words))
             command, words = [unquoted(word) for word in words[:end]], words[end + 1 :]
-            while command and (match := _ASSIGNED.fullmatch(command[0])):
-                variables[match[1]] = _substituted(match[2], variables)
+            while command and (command[0] == "export" or _ASSIGNED.fullmatch(command[0])):
+                if match := _ASSIGNED.fullmatch(command[0]):
+                    variables[match[1]] = _substituted(match[2], variables)
                 command = command[1:]
             if command:
                 ranks = variables.get("NPROC_PER_NODE", variables.get("nproc_per_node", ""))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.options import UsageError, spell
-from verl_ext.tools.migrate import axolotl, hf_trainer, llamafactory, swift
+from verl_ext.tools.migrate import axolotl, hf_keys, llamafactory, llamafactory_v1, swift
 from verl_ext.tools.migrate.line import (
     FREE,
     READ,
@@ -49,7 +49,7 @@ _TRUST = to("trusts", {"false": None})
 
 # {a key: its place}; keys of training stand beside those of a model in a file, and ask for nothing here.
 _LLAMAFACTORY: dict[str, Rule] = {
-    **dict.fromkeys(llamafactory.KEYS | llamafactory.V1, FREE),
+    **dict.fromkeys(llamafactory.KEYS | llamafactory_v1.V1, FREE),
     **rules(to("model"), "model_name_or_path model"),
     "adapter_name_or_path": to("adapters"),
     "peft_config": READ,
@@ -62,7 +62,7 @@ _LLAMAFACTORY: dict[str, Rule] = {
     **rules(FREE, "infer_dtype vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_config default_system"),
     **rules(_REQUEST, _REQUESTS),
     **rules(READ, "export_quantization_bit export_quantization_dataset"),
-    "export_hub_model_id": hf_trainer.KEYS["hub_model_id"],
+    "export_hub_model_id": hf_keys.KEYS["hub_model_id"],
     **rules(_ANSWERS, "do_predict predict_with_generate eval_dataset"),
     "quantization_bit": differing("vLLM and SGLang quantize by --quantization"),
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.options import UsageError
-from verl_ext.tools.migrate import hf_trainer, preferences, sources
+from verl_ext.tools.migrate import hf_keys, hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import (
     FREE,
     READ,
@@ -41,7 +41,7 @@ _SCALES: dict[str, dict[str, tuple[float, ...]]] = {
 }
 
 KEYS: dict[str, Rule] = {
-    **hf_trainer.KEYS,
+    **hf_keys.KEYS,
     "model": to("model.path"),
     **rules(
         READ,
@@ -50,7 +50,8 @@ KEYS: dict[str, Rule] = {
         "template agent_template use_hf use_chat_template task_type adapters early_stop_interval columns max_epochs "
         "dataset_shuffle train_dataloader_shuffle model_author model_name optimizer rlhf_type beta label_smoothing "
         "rpo_alpha ld_alpha loss_type cpo_alpha simpo_gamma desirable_weight undesirable_weight ref_model "
-        "rope_scaling max_model_len",
+        "rope_scaling max_model_len disable_ignore_empty_think add_non_thinking_prefix packing_strategy target_regex "
+        "lorap_lr_ratio freeze_parameters_regex trainable_parameters trainable_parameters_regex",
     ),
     **rules(
         FREE,
@@ -58,42 +59,60 @@ KEYS: dict[str, Rule] = {
         "freeze_vit freeze_aligner attn_impl lazy_tokenize create_checkpoint_symlink use_logits_to_keep "
         "packing_num_proc shuffle_buffer_size model_type vit_gradient_checkpointing acc_strategy add_version "
         "check_model strict device_map max_new_tokens temperature top_p bnb_4bit_quant_type bnb_4bit_use_double_quant "
-        "bnb_4bit_quant_storage tuner_backend device_groups use_galore_per_layer mixed_precision_policy",
+        "bnb_4bit_quant_storage tuner_backend device_groups use_galore_per_layer mixed_precision_policy "
+        "disable_auto_column_mapping download_mode enable_npu_model_patch enable_thinking eval_generation_config "
+        "eval_metric extra_eval_args generation_config generation_max_length generation_num_beams hqq_axis "
+        "ignore_args_error is_binary_loss_scale load_args load_data_args local_repo_path logprobs lora_dtype "
+        "max_memory max_shard_size norm_bbox num_beams padding_side ray_exp_name repetition_penalty safe_serialization "
+        "sortish_sampler stop_words stopping_strategy stream structured_outputs_regex swanlab_email_language "
+        "swanlab_mode swanlab_notification_method swanlab_receiver_email swanlab_secret swanlab_sender_email "
+        "swanlab_smtp_port swanlab_smtp_server swanlab_token swanlab_webhook_url swanlab_workspace template_backend "
+        "top_k top_logprobs use_flash_ckpt use_swift_lora val_dataset_shuffle zero_hpz_partition_size "
+        "max_completion_length ref_model_mixup_alpha ref_model_sync_steps discopop_tau",
     ),
     "dataset_num_proc": to("num_workers"),
-    "split_dataset_ratio": hf_trainer.HELD_OUT,
+    "split_dataset_ratio": hf_keys.HELD_OUT,
     "experts_impl": to("model.experts"),
     "freeze_parameters": to("model.freeze", is_names=True),
-    "new_special_tokens": hf_trainer.SPECIAL_TOKENS,
-    **hf_trainer.GROUPS,
-    **dict.fromkeys(IMAGE_SETTINGS, hf_trainer.IMAGES),
+    "new_special_tokens": hf_keys.SPECIAL_TOKENS,
+    **hf_keys.GROUPS,
+    **dict.fromkeys(IMAGE_SETTINGS, hf_keys.IMAGES),
     "use_ray": differing("`verl-ext launch-ray` trains on Ray's nodes"),
-    "add_non_thinking_prefix": differing("the chat template decides whether a reply has an empty thinking block"),
-    **rules(hf_trainer.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
+    "preserve_thinking": differing("the chat template decides which turns keep their reasoning"),
+    "swanlab_project": to("trainer.project_name"),
+    "swanlab_exp_name": to("trainer.experiment_name"),
+    "model_revision": lacking("a Hub model is its newest: download the revision and name its folder", "master", "main"),
+    "ref_adapters": lacking("the reference is one folder: merge its adapters"),
+    **rules(lacking("loss is one loss, of the model's own reference"), "loss_weights sync_ref_model"),
+    "interleave_prob": lacking("data.mixture has the shares of categories"),
+    "freeze_parameters_ratio": lacking("model.freeze has globs of names", "0", "0.0"),
+    "lora_bias": lacking("adapters have no bias", "none"),
+    "deepspeed_autotp_size": lacking("engine.ulysses_sequence_parallel_size splits rows, no matrices", "1"),
+    **rules(hf_keys.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
     **rules(lacking(CLASSIFIES), "num_labels problem_type"),
     **rules(
-        hf_trainer.UNSHARDED,
+        hf_keys.UNSHARDED,
         "use_galore galore_quantization galore_optim_per_parameter galore_rank lisa_activated_layers",
     ),
     **rules(lacking("towers are frozen: a text does not reach them"), "vit_lr aligner_lr"),
     "freeze_llm": lacking("the text model is what is trained"),
-    **rules(hf_trainer.IMAGES, "max_pixels video_max_pixels fps_max_frames"),
+    **rules(hf_keys.IMAGES, "max_pixels video_max_pixels fps_max_frames"),
     **rules(
         lacking("adapters are LoRA's"),
         "init_weights lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale "
         "lora_ga_stable_gamma llamapro_num_new_blocks reft_intervention_type",
     ),
-    "enable_dft_loss": hf_trainer.DFT,
+    "enable_dft_loss": hf_keys.DFT,
     "response_prefix": lacking("no text of one's own begins a reply"),
     **rules(
         lacking("trainer.hooks, loss.custom_cls and data.custom_cls take Python"),
-        "external_plugins custom_register_path",
+        "external_plugins custom_register_path callbacks custom_dataset_info",
     ),
     **rules(
         lacking("`verl-ext judge` measures an exported model"),
         "eval_use_evalscope eval_dataset eval_dataset_args eval_limit",
     ),
-    "quantization_bit": hf_trainer.QUANTIZED,
+    "quantization_bit": hf_keys.QUANTIZED,
 }
 
 
@@ -130,14 +149,21 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
     sources.put_rope(moved, moved.get("max_model_len"))
     if kind in ("lora", "lora_llm"):
         rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
-        hf_trainer.put_lora(moved, rank, alpha, moved.get("target_modules"), 0.05)
+        hf_trainer.put_lora(moved, rank, alpha, moved.get("target_regex", "target_modules"), 0.05)
+        if is_on(ratio := moved.get("lorap_lr_ratio")):
+            moved.put("optim.lr_of", {"lora_B": ratio})
     elif kind != "full":
         moved.lack("tuner_type" if "tuner_type" in moved.values else "train_type", "adapters are LoRA's")
     if adapters := listed(moved.get("adapters")):
         moved.put("model.lora_adapter_path", adapters[0])
         if len(adapters) > 1:
             moved.lack("adapters", "model.lora_adapter_path names one")
+    for key in ("freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex"):
+        if moved.is_on(key):
+            moved.lack(key, "model.freeze has globs of names, with ! of what is trained")
     hf_trainer.put_split(moved, moved.get("sequence_parallel_size", default=1))
+    if moved.is_on("packing") and moved.get("packing_strategy") == "sequential":
+        moved.put("data.strategy", "next_fit")
     per_device = moved.get("per_device_train_batch_size", default=1)
     steps = moved.get("gradient_accumulation_steps")
     if steps is None or "expr" in str(steps):
@@ -151,7 +177,7 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
     if moved.get("optimizer") == "muon":
         moved.put("optim.optimizer", "Muon")
     elif moved.is_on("optimizer"):
-        moved.lack("optimizer", hf_trainer.UNSHARDED.lacks)
+        moved.lack("optimizer", hf_keys.UNSHARDED.lacks)
     # What is learnt.
     scale = str(moved.get("loss_scale", default="default"))
     if "last_round" in scale:
@@ -164,8 +190,20 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
         moved.differ(f"loss_scale={name}: a step's loss is divided by the sum of the weights here, there by the tokens")
     if {*parts} - {"default", "last_round", "ignore_empty_think", "none", "all", *_SCALES} and not trains_texts:
         moved.lack("loss_scale", "weights has factors by patterns of the assistant's turns")
-    if "ignore_empty_think" not in scale and not trains_texts:
-        moved.differ("an empty thinking block is learnt there: empty_reasoning=learn learns it here")
+    if moved.is_on("disable_ignore_empty_think") and not trains_texts:
+        moved.put("empty_reasoning", "learn")
+    if trains_texts:
+        moved.differ("messages of a chat are joined without a template there, and learnt whole; here one renders them")
+    else:
+        blocks = "and a hybrid model's replies without reasoning all begin with an empty thinking block"
+        blocks = (
+            "and no empty thinking block is put before a reply"
+            if moved.get("add_non_thinking_prefix") is False
+            else blocks
+        )
+        moved.differ(
+            f"the line end after a turn is learnt there, {blocks}; here the chat template says which have a block"
+        )
     if moved.is_on("template"):
         moved.differ(
             f"template={moved.get('template')}: the tokenizer's own chat template renders chats here, or "
@@ -182,7 +220,7 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
         moved.put("trainer.early_stop.metric", "val/loss")
         moved.put("trainer.early_stop.patience", wait)
     elif is_on(wait):
-        moved.lack("early_stop_interval", hf_trainer.NO_VALIDATION)
+        moved.lack("early_stop_interval", hf_keys.NO_VALIDATION)
 
 
 def _read_data(moved: Moved) -> None:
@@ -209,8 +247,7 @@ def _read_data(moved: Moved) -> None:
         moved.put("columns", {ours: theirs for theirs, ours in columns.items()})
     # There records are shuffled once, and again in each epoch.
     if moved.get("train_dataloader_shuffle") is False and moved.get("dataset_shuffle") is False:
-        moved.put("data.shuffle", False)
-        moved.put("data.balance", "none")
+        hf_trainer.put_order(moved)
     elif moved.get("train_dataloader_shuffle") is False:
         moved.differ("train_dataloader_shuffle=false: one order serves all epochs there; here each draws its own")
     for key in _CACHED:

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from verl_ext.tools.migrate import hf_trainer, swift
+from verl_ext.tools.migrate import hf_keys, swift
 from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, differing, is_on, lacking, listed, number, rules, to
 
 _NAMES = {  # {a key here: that of `swift sft`}
@@ -50,7 +50,7 @@ KEYS: dict[str, Rule] = {
     "optimizer_cpu_offload": to("engine.offload_policy", {"false": None}),
     "optimizer_offload_fraction": differing("the whole state is in the memory of the host", "1", "1.0"),
     **rules(differing("moments are fp32"), "exp_avg_dtype exp_avg_sq_dtype main_params_dtype"),
-    **rules(hf_trainer.FP8, "fp8_recipe fp8_format fp8_param_gather"),
+    **rules(hf_keys.FP8, "fp8_recipe fp8_format fp8_param_gather"),
     "moe_expert_capacity_factor": lacking("every token reaches its experts"),
     "mtp_num_layers": lacking("the next token alone is learnt"),
 }

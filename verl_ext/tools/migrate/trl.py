@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from verl_ext.tools.migrate import hf_trainer, preferences, sources
+from verl_ext.tools.migrate import hf_keys, hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, lacking, listed, mapping, number, rules, to
 
 NAME = "TRL"
 _RATES = {"dpo": 1e-6, "kto": 1e-6}
 
 KEYS: dict[str, Rule] = {
-    **hf_trainer.KEYS,
+    **hf_keys.KEYS,
     "model_name_or_path": to("model.path"),
     **rules(
         READ,
@@ -20,12 +20,12 @@ KEYS: dict[str, Rule] = {
     **rules(
         FREE,
         "torch_dtype dtype attn_implementation pad_to_multiple_of pad_token streaming env use_cache loss_chunk_size "
-        "lora_task_type bnb_4bit_quant_type use_bnb_nested_quant dataset_streaming ignore_bias_buffers "
-        "trackio_space_id eval_packing padding_free shuffle_dataset no_remove_unused_columns bf16_full_eval",
+        "lora_task_type bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant dataset_streaming "
+        "ignore_bias_buffers eval_packing padding_free shuffle_dataset no_remove_unused_columns",
     ),
     "model_revision": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
     "dataset_num_proc": to("num_workers"),
-    "test_split_size": hf_trainer.HELD_OUT,
+    "test_split_size": hf_keys.HELD_OUT,
     "dataset_text_field": to("columns.text", {"text": None}),
     "chat_template_path": to("chat_template"),
     "eos_token": to("end_of_turn"),
@@ -33,14 +33,15 @@ KEYS: dict[str, Rule] = {
     "truncation_mode": lacking("data.over_length=truncate cuts the end of a document", "keep_start"),
     "dataset_kwargs": lacking("`tokenize` reads raw records"),
     "model_init_kwargs": lacking("model.override_config has keys of config.json"),
-    "load_in_4bit": hf_trainer.QUANTIZED,
-    "load_in_8bit": hf_trainer.IN_8_BITS,
+    "load_in_4bit": hf_keys.QUANTIZED,
+    "load_in_8bit": hf_keys.IN_8_BITS,
 }
 
 _OF_ANSWERS: dict[str, Rule] = {
     **{key: rule for key, rule in KEYS.items() if "packing" not in key and "only_loss" not in key},
     "beta": READ,
-    **rules(FREE, "precompute_ref_log_probs precompute_ref_batch_size disable_dropout"),
+    **rules(FREE, "precompute_ref_log_probs precompute_ref_batch_size disable_dropout ref_model_mixup_alpha"),
+    **rules(FREE, "ref_model_sync_steps discopop_tau f_alpha_divergence_coef"),
     **rules(lacking("loss is one loss, of the model's own reference"), "loss_weights sync_ref_model use_weighting"),
     "f_divergence_type": lacking("the divergence of every loss is the reverse KL", "reverse_kl"),
 }
@@ -85,13 +86,21 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
     hf_trainer.read_batch(moved, rows, steps, packs)
     hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(_RATES.get(family, 2e-5), logs=10))
     # What is learnt.
-    if family == "sft" and not moved.is_on("assistant_only_loss"):
+    if family == "sft" and moved.is_on("assistant_only_loss"):
+        moved.put("empty_reasoning", "learn")
+        moved.differ(
+            "assistant_only_loss takes a template of TRL's own for the families it knows: Qwen3's begins every reply "
+            "with an empty thinking block, and learns the line end after it; here the tokenizer's template renders "
+            "chats, or chat_template=qwen3_training chat_templates=trl:chat_templates"
+        )
+    elif family == "sft":
         moved.differ(
             "without assistant_only_loss every token of a chat is learnt there, of a prompt's completion that alone; "
-            "here the assistant's turns are, and of a text every token: prompts=learn learns a whole chat"
+            "here the assistant's turns are, and of a text every token: prompts=learn empty_reasoning=learn learn a "
+            "whole chat"
         )
     if moved.get("completion_only_loss") is False:
-        moved.put("prompts", "learn")
+        moved.words |= {"prompts": "learn", "empty_reasoning": "learn"}
 
 
 def _read_data(moved: Moved) -> None:
