@@ -196,12 +196,8 @@ def test_corpora_of_one_folder_have_the_counts_and_the_masks_that_tokenize_wrote
 
 
 def test_corpora_of_one_name_are_two_categories(tmp_path):
-    for folder, documents in (("a", 2), ("b", 5)):
-        (tmp_path / folder).mkdir()
-        writer = IndexWriter(tmp_path / folder / "books", np.uint16)
-        writer.add(np.arange(3 * documents), np.full(documents, 3))
-        writer.close()
-    paths = [str(tmp_path / folder / "books") for folder in "ab"]
+    numbers = {"a": 2, "b": 5}
+    paths = [write_index(tmp_path / folder / "books", [range(3)] * number) for folder, number in numbers.items()]
     found = audit_of(tmp_path, *paths)
     assert [(name, row["documents"]) for name, row in found["categories"].items()] == [(paths[0], 2), (paths[1], 5)]
     code, _, errors = show(paths[0], paths[0])
