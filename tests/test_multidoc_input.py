@@ -193,9 +193,7 @@ def test_a_folder_of_an_index_and_of_texts(tmp_path, prefix, refused):
 
 
 def test_a_folder_of_chats_with_masks_is_refused(tmp_path, prefix, refused):
-    writer = IndexWriter(f"{prefix}_mask", np.uint8)
-    writer.add(np.ones(90, np.uint8), np.array([30, 20, 0, 40]))
-    writer.close()
+    write_index(tmp_path / "corpus_mask", [[1] * length for length in (30, 20, 0, 40)])
     match = r"data\.train_dir must name indices of texts, because loss masks are not read; .* holds corpus_mask of"
     refused(str(tmp_path), match)
 
