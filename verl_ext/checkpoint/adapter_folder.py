@@ -79,9 +79,9 @@ def _merged_model(folder: str, name: str, dtype: str, trusted: bool) -> tuple[An
 
 
 def _with_rows_of(model: Any, saved: Mapping[str, torch.Tensor]) -> set[str]:
-    """Give a base as many rows as embeddings and head have among adapters; return the keys of these.
+    """Give a base the adapters' rows of embeddings and head.
 
-    Raises ValueError if one of both lacks its rows of new tokens, which are in no file then.
+    Returns the keys of these. Raises ValueError if one of both lacks its rows of new tokens, which are in no file then.
     """
     weights: dict[str, Any] = {name: model.get_submodule(name).weight for name in embeddings_and_head(model)}
     pattern = re.compile(_TABLE.format("|".join(map(re.escape, weights))))
@@ -96,7 +96,7 @@ def _with_rows_of(model: Any, saved: Mapping[str, torch.Tensor]) -> set[str]:
 
 
 def _untie_adapted(adapted: Any) -> None:
-    """Give embeddings and head weights of their own if an adapter would change both of tied ones."""
+    """Untie embeddings and head that an adapter would change together."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # as above
 
     ends: list[Any] = [adapted.get_input_embeddings(), adapted.get_base_model().get_output_embeddings()]

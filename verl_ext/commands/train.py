@@ -131,7 +131,7 @@ def _for_validation(encoding: Sequence[str], sources: Sequence[str]) -> list[str
 
 
 def _word(key: str, folder: Path) -> str:
-    """Return the override of a folder, which a comma would make several values."""
+    """Return a folder's override; a comma would make it several values."""
     return f"{key}={quoted(str(folder)) if ',' in str(folder) else folder}"
 
 
