@@ -16,6 +16,15 @@ KINDS = {
     "plain": {"target_modules": "all-linear"},
     "dora": {"target_modules": ["q_proj"], "use_dora": True, "modules_to_save": ["embed_tokens"]},
     "new tokens": {"target_modules": ["q_proj"]},
+    "new tokens of a whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "new tokens of adapters": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+}
+OF_TIED = {
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "both as one": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    "rows": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 5]},
+    "whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
 }
 
 
@@ -24,20 +33,25 @@ def base(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("base"))
 
 
-def adapted(base, folder, name):
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+
+
+def adapted(base, folder, name, **saving):
     """Write an adapter folder; return its model."""
     model = AutoModelForCausalLM.from_pretrained(base)
-    if name == "new tokens":
+    if name.startswith("new tokens"):
         model.resize_token_embeddings(ROWS)
         tokenizer = AutoTokenizer.from_pretrained(base)
         tokenizer.add_tokens([f"new{number}" for number in range(12)])
         tokenizer.save_pretrained(folder)
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **KINDS[name]))
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **(KINDS | OF_TIED)[name]))
     torch.manual_seed(1)
     for parameter_name, parameter in model.named_parameters():
-        if "lora_B" in parameter_name or "modules_to_save" in parameter_name:
+        if parameter.requires_grad and "lora_A" not in parameter_name:
             torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **saving)
     return model.eval()
 
 
@@ -53,8 +67,25 @@ def test_a_merged_folder_computes_what_peft_computes_with_its_tokenizer(name, ba
         plain = AutoModelForCausalLM.from_pretrained(base).eval()
         assert not torch.allclose(plain(ids[:, :9]).logits, model(ids[:, :9]).logits[..., :VOCABULARY], atol=1e-2)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
-    assert len(tokenizer) == (ROWS if name == "new tokens" else VOCABULARY)
+    assert len(tokenizer) == (ROWS if name.startswith("new tokens") else VOCABULARY)
     assert tokenizer.chat_template
+
+
+@pytest.mark.parametrize("has_tables", [False, "auto"])
+@pytest.mark.parametrize("name", OF_TIED)
+def test_adapters_at_one_end_of_tied_weights_change_that_end_alone(name, has_tables, tied, tmp_path):
+    model = adapted(tied, tmp_path / "adapter", name, save_embedding_layers=has_tables)
+    assert main(["export", f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_new_tokens_that_are_in_no_file_are_refused(base, tmp_path, capsys):
+    adapted(base, tmp_path / "adapter", "new tokens of a whole head", save_embedding_layers=False)
+    assert main(["export", f"checkpoint={tmp_path}/adapter", f"output_dir={tmp_path}/merged"]) == 1
+    assert "model.embed_tokens lacks the rows of new tokens" in capsys.readouterr().err
 
 
 def test_the_weights_have_the_type_that_is_asked_for(base, tmp_path):

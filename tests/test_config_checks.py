@@ -274,7 +274,10 @@ def test_positions_include_the_rope_scaling_however_the_model_writes_it():
     assert model_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512  # 0, 1 are padding's
 
 
-def test_missing_and_torn_weights_are_told_before_they_are_read(tmp_path):
+@pytest.mark.parametrize("name", ["model", "model [1]"])
+def test_missing_and_torn_weights_are_told_before_they_are_read(name, tmp_path):
+    tmp_path = tmp_path / name
+    tmp_path.mkdir()
     assert weight_problems(str(tmp_path)) == [
         f"model.path must hold weights (*.safetensors or pytorch_model*.bin); got {tmp_path}"
     ]

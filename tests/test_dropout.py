@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PersimmonConfig
 
 from tests.ranks import run_cases
 from tests.tiny_model import VOCABULARY
 from tests.tokenized_data import random_documents, write_tokenized
 from tests.training import build, exact_metrics, train_alone
+from verl_ext.layers.dropout import switch_dropout_off
 
 pytestmark = pytest.mark.slow
 
@@ -118,3 +119,16 @@ def test_a_recomputed_layer_draws_the_mask_of_its_forward(name, runs):
     for forward, recomputed in zip(masks[::2], masks[1::2], strict=True):
         assert torch.equal(forward, recomputed)
     assert not any(torch.equal(masks[0], later) for later in masks[2::2])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "persimmon"])  # the latter reads its config in each forward
+def test_dropout_that_is_switched_off_leaves_a_model_that_computes_the_same_twice(kind):
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 48}
+    persimmon = PersimmonConfig(vocab_size=VOCABULARY, **sizes, attention_dropout=0.2, hidden_dropout=0.2)
+    config = GPT2Config(**SIZES, **DROPOUT) if kind == "gpt2" else persimmon
+    model, ids = AutoModelForCausalLM.from_config(config).train(), torch.arange(5, 25)[None]
+    before = config.to_dict()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    assert switch_dropout_off(model)
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert model.config.to_dict() == before  # which an export writes

@@ -174,15 +174,16 @@ def test_it_computes_what_was_trained_merged_and_beside_its_base(name, runs, doc
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("model", FULL)
-def test_in_half_precision_it_is_what_transformers_makes_of_the_whole_one(model, dtype, runs, tmp_path):
-    checkpoint, ids = runs / model / "global_step_1", torch.arange(5, 30)[None]
-    half = AutoModelForCausalLM.from_pretrained(export(checkpoint, tmp_path / "out", f"dtype={dtype}")).eval()
+@pytest.mark.parametrize("name", [*FULL, "lora of qwen3", "adapters alone", "dora"])
+def test_in_half_precision_it_is_what_transformers_makes_of_the_whole_one(name, dtype, runs, tmp_path):
+    checkpoint, ids = runs / name / "global_step_1", torch.arange(5, 30)[None]
+    base = [f"base={runs / 'models' / RUNS[name][0]}"] if ALONE in RUNS[name][2] else []
+    half = AutoModelForCausalLM.from_pretrained(export(checkpoint, tmp_path / "out", f"dtype={dtype}", *base)).eval()
     expected = AutoModelForCausalLM.from_pretrained(checkpoint / "huggingface", dtype=getattr(torch, dtype)).eval()
     assert half.dtype == getattr(torch, dtype)
-    for name, tensor in expected.state_dict().items():
-        assert half.state_dict()[name].dtype == tensor.dtype, name
-        assert torch.equal(half.state_dict()[name], tensor), name
+    for key, tensor in expected.state_dict().items():
+        assert half.state_dict()[key].dtype == tensor.dtype, key
+        assert torch.equal(half.state_dict()[key], tensor), key
     assert torch.equal(half(ids).logits, expected(ids).logits)
 
 

@@ -147,6 +147,9 @@ def runs(options, tiny_model, tmp_path_factory):
     cases |= {name: (2, train_alone, [*options, *WHOLE, *more]) for name, more in LAYOUTS.items()}
     cases |= {f"elastic {name}": (2, train_alone, [*saves, *more]) for name, more in ELASTIC.items()}
     cases["measured"] = (2, measured, [*options, f"reference.path={other}", *MEASURES])
+    third = write_tiny_model(folder / "third model", seed=6, num_hidden_layers=1)
+    parts = ("model.freeze=[layers.1.mlp]", "optim.lr_of={layers.1.self_attn: 2}", f"reference.path={third}")
+    cases["parts"] = (2, train_alone, [*options, "trainer.total_training_steps=1", *parts])
     cases |= {"wrong": (2, with_wrong_reference, options), "alone": (1, train_alone, [*options, *WHOLE])}
     cases |= {f"{weight}": (1, train_alone, [*beside, f"loss.sft_weight={weight}"]) for weight in (0.0, 0.5)}
     cases = {name: (*call, [*given, into(folder / name)]) for name, (*call, given) in cases.items()}
@@ -209,19 +212,31 @@ def plain_rewards(units, policy, reference, beta=0.1):
     return rewards
 
 
-def test_a_measurement_compares_with_the_model_of_reference_path(runs, units, tiny_model):
-    found = json.loads((runs[0] / "measured" / "evaluation.json").read_text())
-    rewards, weights, margins = plain_rewards(units, str(tiny_model), str(runs[0] / "other model")), [], []
+def plain_margins(units, policy, reference):
+    """Return the margin and the weight of each pair."""
+    rewards, weights, margins = plain_rewards(units, policy, reference), [], []
     for row, document in enumerate(units):
         if document["answer"] < 0:
             first = max(at for at in range(row) if units[at]["unit"])
             margins.append(rewards[first] - rewards[row])
             weights.append(document["pair_weight"])
+    return margins, weights
+
+
+def test_a_measurement_compares_with_the_model_of_reference_path(runs, units, tiny_model):
+    found = json.loads((runs[0] / "measured" / "evaluation.json").read_text())
+    margins, weights = plain_margins(units, str(tiny_model), str(runs[0] / "other model"))
     assert found["val/pairs"] == len(margins)
     assert found["val/reward_margin"] == pytest.approx(np.average(margins, weights=weights), rel=1e-4)
     assert found["val/reward_accuracy"] == pytest.approx(np.average(np.array(margins) > 0, weights=weights))
     loss = np.average(np.log1p(np.exp(-np.array(margins))), weights=weights)
     assert found["val/preference"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_reference_needs_no_parts_that_options_of_the_policy_name(runs, units, tiny_model):
+    margins, weights = plain_margins(units, str(tiny_model), str(runs[0] / "third model"))
+    found = metrics(runs[0] / "parts")[0, "val/reward_margin"]
+    assert found == pytest.approx(np.average(margins, weights=weights), rel=1e-4)
 
 
 def test_a_reference_that_is_not_the_model_ends_the_run_at_its_first_step(runs):

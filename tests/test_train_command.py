@@ -20,6 +20,7 @@ from tests.training import metrics, train_as_programs
 from verl_ext.__main__ import main
 from verl_ext.commands import train
 from verl_ext.launch.run import Awaited, run_torchrun
+from verl_ext.overrides import Item
 
 pytestmark = pytest.mark.slow
 
@@ -110,6 +111,17 @@ def test_overrides_reach_the_trainer_word_for_word_and_those_of_tokenize_do_not(
     assert overrides == ["model.path=MODEL", *SMALL, *SHORT, *own, "trainer.test_freq=1"]
     reports = [json.loads(Path(word.partition("=")[2], "report.json").read_text()) for word in (train_dir, val_dir)]
     assert [report["total"]["records"] for report in reports] == [20, 40]  # samples come from the training data
+
+
+def test_a_folder_with_a_comma_is_one_value_of_every_command(folder, started, capfd):
+    words = [word for word in COMMAND if not word.startswith("data.cache_dir")]
+    assert main([*words, "data.cache_dir='ca,che'"]) == 0
+    (word,) = [word for word in started[0] if word.startswith("data.train_dir")]
+    place = Item.read(word).parsed()
+    assert Path(place).parent.name == "ca,che"
+    assert Path(place, "report.json").is_file()
+    (command,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("  verl-ext tokenize")]
+    assert place in [item.parsed() for item in map(Item.read, shlex.split(command)[2:])]
 
 
 def test_a_share_of_the_sources_is_the_validation_data(folder, started, monkeypatch):

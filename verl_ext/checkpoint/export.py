@@ -318,7 +318,7 @@ def _saved_model(
         raise DataError("form must be merged for a checkpoint without adapters; got adapter")
     model = _plain_of(checkpoint / layout.EXPORT, manifest.run_state.get("model.config.tie_word_embeddings"), trusted)
     tensors = read_tensors(checkpoint / STATE, MODEL, allocate)
-    kind = next(iter(tensors.values())).dtype if dtype == "saved" else getattr(torch, dtype)
+    kind = next(iter(tensors.values())).dtype
     if adapters is not None:
         model = with_adapters(model, adapters)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -326,8 +326,8 @@ def _saved_model(
             rows = model.config.get_text_config().vocab_size
             model = with_adapters(_base_model(base, manifest, kind, trusted, rows), adapters)
     model = filled(model, tensors, merges)
-    if dtype != "saved":
-        _convert(model, kind, allocate)
+    if dtype != "saved":  # after adapters are merged, so that sums are rounded and not their terms
+        _convert(model, getattr(torch, dtype), allocate)
     return model
 
 

@@ -95,7 +95,7 @@ def tokenize_and_train(words: Sequence[str]) -> str:
         folders = {key: texts["data.train_dir"].folder / part for key, part in zip(NODES, PARTS, strict=True)}
     ranks = options.nproc or _num_gpus() or 1
     line = ["torchrun", "--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={ranks}"]
-    line += ["-m", "verl_ext.fsdp_sft_trainer", *(f"{key}={folder}" for key, folder in folders.items()), *overrides]
+    line += ["-m", "verl_ext.fsdp_sft_trainer", *(_word(key, folder) for key, folder in folders.items()), *overrides]
 
     def tokenize() -> None:
         for each in texts.values():
@@ -128,6 +128,11 @@ def _for_validation(encoding: Sequence[str], sources: Sequence[str]) -> list[str
         elif item.key == "system" or item.key.removeprefix("system.") in names:
             words.append(str(item))
     return words
+
+
+def _word(key: str, folder: Path) -> str:
+    """Return a folder's override; a comma would make it several values."""
+    return f"{key}={quoted(str(folder)) if ',' in str(folder) else folder}"
 
 
 def _check_share(words: Sequence[str], share: Any) -> None:
@@ -168,7 +173,7 @@ class Texts:
         """
         self._node, self._words = node, list(words)
         with self._errors_name_the_key():
-            self._options = options = read_options(TokenizeOptions, [*words, f"output_dir={root / 'new'}"]).dated()
+            self._options = options = read_options(TokenizeOptions, [*words, _word("output_dir", root / "new")]).dated()
             for name, needed in (("backend", "local"), ("format", "arrow")):
                 if (given := getattr(options, name)) != needed:
                     raise UsageError(f"{name} must be {needed} here; got {given}: use `verl-ext tokenize`")
@@ -192,7 +197,7 @@ class Texts:
     @property
     def command(self) -> list[str]:
         """The command that writes the folder."""
-        return ["verl-ext", "tokenize", *self._words, f"output_dir={self.folder}", "overwrite=true"]
+        return ["verl-ext", "tokenize", *self._words, _word("output_dir", self.folder), "overwrite=true"]
 
     def tokenize(self) -> None:
         """Tokenize the sources unless done; print tables or the existing folder.

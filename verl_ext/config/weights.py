@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from glob import glob
 from inspect import signature
 from logging import WARNING, LogRecord, getLogger
 from pathlib import Path
@@ -70,8 +69,8 @@ def weight_problems(folder: str, key: str = "model.path") -> list[str]:
     """Return one line if a folder's weights are missing, truncated or adapters."""
     from safetensors import SafetensorError, safe_open
 
-    files = sorted(glob(os.path.join(folder, "*.safetensors")))
-    if not files and not any(glob(os.path.join(folder, kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files and not any(any(Path(folder).glob(kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
         return [f"{key} must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
     if problem := _index_problem(Path(folder), key) or _adapter_problem(folder, key):
         return [problem]

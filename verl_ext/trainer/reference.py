@@ -122,9 +122,13 @@ def add_reference(run: Run, policy: StepEngine, build: Callable[[Mapping[str, An
 
 
 def _values_of_reference(run: Run, path: str) -> dict[str, Any]:
-    """Return the run's configuration with the reference as its model, without adapters."""
-    own = {"path": path, "hf_config_path": None, "lora_rank": 0, "lora_adapter_path": None}
-    return {**run.config.values, "model": {**run.config.values["model"], **own}}
+    """Return the run's configuration with the reference as its model.
+
+    It has no adapters, nor options that name parts of the policy.
+    """
+    values = run.config.values
+    own: dict[str, Any] = {"path": path, "hf_config_path": None, "lora_rank": 0, "lora_adapter_path": None}
+    return {**values, "model": {**values["model"], **own, "freeze": []}, "optim": {**values["optim"], "lr_of": {}}}
 
 
 def _facts(run: Run, each: ScoredSet, ranks: RunRanks) -> str:
