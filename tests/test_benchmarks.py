@@ -47,8 +47,7 @@ def test_a_packer_that_cheats_is_an_error(packs, fault):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "found"),
-    [(8, [1.403, 1.0006, 1.0013]), (32, [1.503, 1.0022, 1.0049]), (128, [1.533, 1.0090, 1.0111])],
+    ("ranks", "found"), [(8, [1.403, 1.0006, 1.0013]), (32, [1.503, 1.0022, 1.0049]), (128, [1.533, 1.0090, 1.0111])]
 )
 def test_groups_share_steps_as_the_readme_says(ranks, found):
     lengths = DISTRIBUTIONS["A"].draw(100_000, np.random.default_rng(0))

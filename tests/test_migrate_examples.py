@@ -29,7 +29,7 @@ DATASETS = {
         "formatting": "sharegpt",
         "columns": {"messages": "turns", "kto_tag": "label"},
         "tags": {"role_tag": "speaker", "content_tag": "says", "user_tag": "Customer", "assistant_tag": "gpt"},
-    },
+    }
 }
 
 

@@ -15,6 +15,7 @@ from verl_ext.config import schema
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.tools.migrate import axolotl, llamafactory, llamafactory_v1, swift, swift_megatron, trl
 from verl_ext.tools.migrate.line import Moved, Rule, is_ours
+from verl_ext.tools.migrate.llamafactory_v1 import read_llamafactory_v1
 
 LLAMAFACTORY = {
     "model_name_or_path": "Qwen/Qwen3-4B",
@@ -141,23 +142,14 @@ def test_rows_that_share_no_pack_stay_rows_and_a_step_of_unknown_ranks_says_so(t
 
 def test_axolotl_has_its_parts_of_data_sets_its_ranks_and_the_decay_of_matrices(tmp_path, capsys):
     _, keys, comments = migrated(capsys, written(tmp_path, AXOLOTL))
-    wanted = {
-        "nproc": "8",
-        "data.sources.chats": "'hf://datasets/owner/chats:train[:10%]'",
-        "columns.messages": "turns",
-        "data.sources.texts": "hf://datasets/owner/texts:en:train",
-        "columns.text": "body",
-        "engine.ulysses_sequence_parallel_size": "2",
-        "data.train_batch_size": "8",
-        "optim.lr_scheduler_type": "cosine",
-        "optim.min_lr_ratio": "0.1",
-        "optim.lr_warmup_steps_ratio": "0.03",
-        "optim.weight_decay": "0.1",
-        "optim.decay": "matrices",
-        "trainer.saves_per_epoch": "2",
-        "trainer.total_epochs": "2",
-    }
-    assert {key: keys.get(key) for key in wanted} == wanted
+    wanted = """
+        nproc=8 data.sources.chats='hf://datasets/owner/chats:train[:10%]' columns.messages=turns
+        data.sources.texts=hf://datasets/owner/texts:en:train columns.text=body
+        engine.ulysses_sequence_parallel_size=2 data.train_batch_size=8 optim.lr_scheduler_type=cosine
+        optim.min_lr_ratio=0.1 optim.lr_warmup_steps_ratio=0.03 optim.weight_decay=0.1 optim.decay=matrices
+        trainer.saves_per_epoch=2 trainer.total_epochs=2
+    """
+    assert not {*wanted.split()} - {f"{key}={value}" for key, value in keys.items()}
     assert "data.strategy" not in keys
     assert "differs: no warm-up is given: axolotl's default is 3 % of the run, at most 100 steps" in comments
 
@@ -165,40 +157,25 @@ def test_axolotl_has_its_parts_of_data_sets_its_ranks_and_the_decay_of_matrices(
 def test_a_script_of_swift_has_its_variables_in_place_its_ranks_and_its_own_defaults(tmp_path, capsys):
     (tmp_path / "sft.sh").write_text(SWIFT)
     _, keys, comments = migrated(capsys, str(tmp_path / "sft.sh"))
-    wanted = {
-        "nproc": "4",
-        "model.path": "Qwen/Qwen2.5-7B",
-        "data.sources.LongAlpaca_12k": "hf://datasets/AI-ModelScope/LongAlpaca-12k",
-        "sample.LongAlpaca_12k": "500",
-        "data.sources.own": "$DATA/own.jsonl",
-        "data.max_tokens": "32768",
-        "data.over_length": "drop",
-        "turns": "last",
-        "data.train_batch_size": "8",
-        "optim.lr": "1e-05",
-        "optim.weight_decay": "0.1",
-        "optim.betas": "[0.9,0.95]",
-        "trainer.max_ckpt_to_keep": "2",
-    }
-    assert {key: keys.get(key) for key in wanted} == wanted
+    wanted = """
+        nproc=4 model.path=Qwen/Qwen2.5-7B data.sources.LongAlpaca_12k=hf://datasets/AI-ModelScope/LongAlpaca-12k
+        sample.LongAlpaca_12k=500 data.sources.own=$DATA/own.jsonl data.max_tokens=32768 data.over_length=drop
+        turns=last data.train_batch_size=8 optim.lr=1e-05 optim.weight_decay=0.1 optim.betas=[0.9,0.95]
+        trainer.max_ckpt_to_keep=2
+    """
+    assert not {*wanted.split()} - {f"{key}={value}" for key, value in keys.items()}
     assert "model" not in keys
     assert "differs: adam_beta2 not given: ms-swift's default is 0.95, verl's is 0.999" in comments
 
 
 def test_trl_keeps_its_best_checkpoint_its_patience_and_its_length(capsys):
     _, keys, comments = migrated(capsys, TRL)
-    wanted = {
-        "data.val_sources.texts": "hf://datasets/owner/texts:test",
-        "trainer.test_freq": "25",
-        "checkpoint.keep_best": "val/loss",
-        "trainer.early_stop.metric": "val/loss",
-        "trainer.early_stop.patience": "4",
-        "trainer.early_stop.least": "0.01",
-        "data.train_batch_size": "16",
-        "optim.lr": "2e-05",
-        "optim.lr_scheduler_type": "linear",
-    }
-    assert {key: keys.get(key) for key in wanted} == wanted
+    wanted = """
+        data.val_sources.texts=hf://datasets/owner/texts:test trainer.test_freq=25 checkpoint.keep_best=val/loss
+        trainer.early_stop.metric=val/loss trainer.early_stop.patience=4 trainer.early_stop.least=0.01
+        data.train_batch_size=16 optim.lr=2e-05 optim.lr_scheduler_type=linear
+    """
+    assert not {*wanted.split()} - {f"{key}={value}" for key, value in keys.items()}
     assert not any("no equivalent" in line for line in comments)
     assert not any("every token of a chat is learnt there" in line for line in comments)
 
@@ -262,11 +239,7 @@ RICH = {
         llamafactory.read_llamafactory,
         {"model_name_or_path": "M", "dataset": "sums", "eval_dataset": "chats", "eval_strategy": "steps"},
     ),
-    "llamafactory_v1": (
-        llamafactory_v1.V1,
-        llamafactory_v1.read_llamafactory_v1,
-        {"model": "M", "train_dataset": "o/a"},
-    ),
+    "llamafactory_v1": (llamafactory_v1.V1, read_llamafactory_v1, {"model": "M", "train_dataset": "o/a"}),
     "swift": (swift.KEYS, swift.read_swift, {"model": "M", "dataset": ["o/a"], "val_dataset": ["o/v"]}),
     "megatron": (
         swift_megatron.KEYS,
@@ -350,10 +323,7 @@ BESIDE = {
     **{key: {"rlhf_type": "kto"} for key in ("desirable_weight", "undesirable_weight")},
 }
 # Keys without a place in the command: another value is refused.
-REFUSED = {
-    "dataset_dir": "a folder without dataset_info.json has no data",
-    "task_type": "causal_lm alone is trained",
-}
+REFUSED = {"dataset_dir": "a folder without dataset_info.json has no data", "task_type": "causal_lm alone is trained"}
 
 
 def outcome(read, values: dict[str, object], folder: Path) -> object:
@@ -388,12 +358,7 @@ THOUGHT = {"path": "o/a", "field_thinking": "thinking"}
 # (a trainer, keys beside its rich ones, words of the command, "lacks" or "free" and their keys)
 ROWS = [
     # what runs of the trainers showed
-    (
-        "trl",
-        {"warmup_ratio": 0.1, "max_steps": 12},
-        {"optim.lr_warmup_steps": 2, "optim.lr_warmup_steps_ratio": None},
-        "",
-    ),
+    ("trl", {"warmup_ratio": 0.1, "max_steps": 12}, {"optim.lr_warmup_steps": 2}, ""),
     ("axolotl", {"warmup_ratio": 0.1, "max_steps": 26}, {"optim.lr_warmup_steps": 2}, ""),  # 2.6, rounded down
     ("axolotl", {"warmup_ratio": 0.1, "max_steps": 12}, {"optim.lr_warmup_steps": 2}, ""),  # never one step
     ("axolotl", {"max_steps": 9000}, {"optim.lr_warmup_steps": 100, "optim.lr_warmup_steps_ratio": None}, ""),

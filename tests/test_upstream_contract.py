@@ -152,7 +152,7 @@ OVER_TIME = {
     "mamba2_chunk_scan": state_space,
 }
 WITHOUT_CACHE = {  # what ours need not read where there is no cache, and documents come from the layout
-    *("initial_state", "initial_states", "output_final_state", "cu_seqlens", "seq_idx", "chunk_size", "z"),
+    *("initial_state", "initial_states", "output_final_state", "cu_seqlens", "seq_idx", "chunk_size", "z")
 }
 # What models give to attention and packed attention refuses, as nothing in it reads them.
 REFUSED_KEYWORDS = {"position_bias", "sinks", "indices", "block_indices"}

@@ -13,11 +13,7 @@ from tests.test_tokenize_templates import CHATML, tiny_tokenizer
 
 pytestmark = needs_stock_verl
 
-CHATS = [
-    ["sit", "the cat"],
-    ["the cat", "sat on", "the", " mat"],
-    ["{cat}", "a\n\nb", "é中", "0", "sit", "on"],
-]
+CHATS = [["sit", "the cat"], ["the cat", "sat on", "the", " mat"], ["{cat}", "a\n\nb", "é中", "0", "sit", "on"]]
 
 
 @pytest.fixture(scope="module")
