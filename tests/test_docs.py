@@ -310,7 +310,9 @@ def test_the_commands_of_a_page_work_one_after_the_other(page, folder):
         HANDLERS[command.program](command)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow] * ("training" in p)) for p in PAGES if blocks(p, "python")]
+)
 def test_the_code_of_a_page_runs(page, folder):
     for block in blocks(page, "python"):
         exec(compile(block, page, "exec"), {})

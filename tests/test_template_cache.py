@@ -84,7 +84,7 @@ TEMPLATES = {
 }
 
 
-CHATS = 400  # of each template
+CHATS = 350  # of each template
 
 
 class Counted(ChatTemplate):

@@ -198,6 +198,7 @@ def test_versions_are_those_that_were_tried():
     assert untried(versions()) is None
 
 
+@pytest.mark.slow
 def test_the_keywords_that_models_give_to_attention_are_read_or_refused():
     calls = [call for path in MODELS.glob("*/modeling_*.py") for call in _calls(path.read_text(encoding="utf-8"))]
     to_attention = [call for call in calls if getattr(call.func, "id", None) == "attention_interface"]
