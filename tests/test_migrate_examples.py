@@ -76,7 +76,12 @@ ROWS = [
     ("llamafactory", {"stage": "kto", "kto_chosen_weight": 2}, {"loss": "kto", "loss.desirable_weight": 2}, []),
     ("llamafactory", {"stage": "kto"}, {"data.strategy": None}, []),
     ("llamafactory", {"stage": "dpo"}, {"data.strategy": "none"}, []),
-    ("llamafactory_v1", {"train_dataset": "pairs.yaml"}, {"loss": "dpo", "data.over_length": "drop"}, []),
+    (
+        "llamafactory_v1",
+        {"train_dataset": "pairs.yaml"},
+        {"loss": "dpo", "data.over_length": "drop", "data.max_tokens": 4096},
+        [],
+    ),
     ("swift", {"rlhf_type": "dpo", "rpo_alpha": 0.1}, {"loss": "dpo", "loss.beta": 0.1, "loss.nll_weight": 0.1}, []),
     ("swift", {"rlhf_type": "simpo", "simpo_gamma": 1.5}, SIMPO, []),
     ("swift", {"rlhf_type": "dpo", "loss_type": ["sigmoid", "sft"]}, {"loss": "dpo"}, ["loss_type"]),
@@ -210,7 +215,8 @@ def test_keys_of_public_configurations_have_their_places(trainer, changes, words
     (tmp_path / "zero3.json").write_text(json.dumps(offload))
     (tmp_path / "split.json").write_text(json.dumps({"tensor_parallel": {"autotp_size": 2}}))
     (tmp_path / "tokens.txt").write_text("<a>\n\n <c d>\n")
-    (tmp_path / "pairs.yaml").write_text(yaml.safe_dump({"p": {"path": "o/p", "split": "s", "converter": "pair"}}))
+    pairs = {name: {"path": f"o/{name}", "converter": "pair"} for name in "pq"}
+    (tmp_path / "pairs.yaml").write_text(yaml.safe_dump(pairs))
     found = moved(trainer, tmp_path, **{"ranks" if key == "nproc" else key: value for key, value in changes.items()})
     assert {key: found.words.get(key) for key in words} == words
     assert lacking(found) == lacks

@@ -382,6 +382,7 @@ ROWS = [
     ("swift", {"target_regex": "model.*q_proj"}, {"model.target_modules": "model.*q_proj"}, ""),
     # a length is of a prompt with one answer there, and of a unit here
     ("swift", {"rlhf_type": "dpo", "max_length": 512}, {"data.max_tokens": 1024}, ""),
+    ("swift", {"rlhf_type": "dpo", "max_length": "$L"}, {"data.max_tokens": "$L"}, "differs data.max_tokens=$L is not"),
     ("swift", {"rlhf_type": "kto", "max_length": 512}, {"data.max_tokens": 512}, ""),
     ("llamafactory", {"stage": "dpo", "cutoff_len": 512}, {"data.max_tokens": 1024}, ""),
     ("axolotl", {"rl": "dpo", "sequence_len": 512}, {"data.max_tokens": 1024}, ""),
@@ -451,6 +452,7 @@ def test_a_value_has_its_place_or_is_said_to_have_none(trainer, changes, words, 
     lacks = [line for line in moved.comments() if line.startswith("no equivalent")]
     assert [line.split("=")[0] for line in lacks] == [f"no equivalent: {key}" for key in keys if kind == "lacks"]
     assert {*keys} <= {*moved.free} or kind != "free"
+    assert kind != "differs" or any(f"differs: {' '.join(keys)}" in line for line in moved.comments())
 
 
 @pytest.mark.parametrize("trainer", RICH)

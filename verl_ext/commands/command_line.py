@@ -86,7 +86,7 @@ class SourceOptions(OutputOptions):
         return {name: as_list(value) for name, value in self.sources.items()}
 
     def file_name_problems(self) -> list[str]:
-        """Return a line for each source name that cannot name the files of an index."""
+        """Return a line for each name that an index cannot have."""
         wrong = (
             name
             for name in self.sources

@@ -140,7 +140,7 @@ class ChatOptions(RecordOptions):
             yield str(error)
 
     def _text_problems(self) -> Iterator[str]:
-        """Yield a line for each text or pattern, and what it maps to, that cannot be used."""
+        """Yield a line for each unusable entry of `replace` and `weights`."""
         for text, other in self.replace.items():
             if not text or not isinstance(other, str):
                 yield f"replace must map texts to texts; got {spell(text)}: {spell(other)}"

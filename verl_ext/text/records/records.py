@@ -119,7 +119,7 @@ def parse_record(
 
 
 def _replaced(text: str, texts: Mapping[str, str]) -> str:
-    """Replace texts; within JSON, as of a table's messages, as JSON writes them."""
+    """Replace texts; within JSON, as JSON writes them."""
     is_json = False
     if text.lstrip().startswith(("[", "{")):
         with suppress(BadRecord):

@@ -48,7 +48,10 @@ Means = Mapping[str, Mapping[str, float]]  # {model: {group: mean}}
 
 
 class Judgement(NamedTuple):
-    """The means of a seed's models, of pairs of them as "OTHER - FIRST", and the models that lack cases."""
+    """A seed's means.
+
+    models: of each model. pairs: of the differences "OTHER - FIRST". lacking: the models without a score of some case.
+    """
 
     models: Means
     pairs: Means
@@ -104,7 +107,7 @@ def _judgement(folder: str, score: str) -> Judgement:
 
 
 def _less(judged: Judgement, base: str, folder: str) -> Means:
-    """Return the models' differences to the base over the cases that both have a score of.
+    """Return the differences to the base over the cases of both.
 
     A judgement has those to its first model; of others, the means tell them if no case is lacking.
     """

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.tools.migrate import hf_keys
-from verl_ext.tools.migrate.line import (
-    Moved,
-    is_on,
-    listed,
-    mapping,
-    number,
-    split_names,
-)
+from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number, split_names
 from verl_ext.tools.migrate.reading import read_yaml
 
 _SCHEDULES = {

@@ -48,6 +48,7 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
     for key, node in (("train_dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
         if is_on(name := moved.get(key)):
             _put_v1(moved, key, node, str(name), folder)
+    # What is trained.
     peft = mapping("peft_config", moved.get("peft_config"))
     if peft.get("name") == "lora":
         hf_trainer.put_lora(moved, peft.get("r", 8), peft.get("lora_alpha", 16), peft.get("target_modules"))
@@ -65,6 +66,7 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
         _put_optimizer_v1(moved, optim)
     sources.differ_by_model(moved, "model")
     hf_trainer.put_split(moved, moved.get("cp_size", default=1))
+    # The steps of a run: those of all ranks, or a rank's number of micro-batches.
     micro, whole = moved.get("micro_batch_size", default=1), moved.get("global_batch_size")
     steps = number(moved.get("gradient_accumulation_steps"), 1.0) if whole is None else 0.0
     steps = steps or number(whole) // max(number(micro, 1.0) * (moved.ranks or 1), 1)
@@ -109,7 +111,7 @@ def _put_v1(moved: Moved, key: str, node: str, name: str, folder: Path) -> None:
             moved.put(f"sample.{category}", most)
         known = ("path", "source", "split", "converter", *["size"] * (node == "data.sources"))
         moved.lack_others(key, f"{each}: no source has", entry, known)
-        if (form := entry.get("converter")) == "pair":
+        if (form := entry.get("converter")) == "pair" and "loss" not in moved.words:  # once, as it doubles the length
             preferences.put_loss(moved, key, "dpo", {"beta": 0.1})
-        elif form not in (None, "alpaca", "sharegpt"):
+        elif form not in (None, "alpaca", "sharegpt", "pair"):
             moved.lack(key, f"{each}: a record's fields say what it is, no converter; got {form}")

@@ -29,10 +29,13 @@ def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> N
         if value is not None:
             moved.put(f"loss.{option}", value)
     moved.put("data.over_length", "drop")
-    length = number(moved.words.get("data.max_tokens"))
-    if LOSSES[name] != "kto" and length:
-        moved.put("data.max_tokens", int(2 * length))
+    if LOSSES[name] != "kto":
         moved.differ("data.max_tokens holds a prompt with both of its answers: twice the length, which is of one there")
+        given = moved.words.get("data.max_tokens")
+        if length := number(given):
+            moved.put("data.max_tokens", int(2 * length))
+        elif given is not None:
+            moved.differ(f"data.max_tokens={given} is not doubled, as its number is not known here")
     moved.differ("a prompt or an answer that is too long is cut there; data.over_length=drop leaves the whole unit out")
 
 

@@ -144,23 +144,8 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
         preferences.read_loss(moved, "rlhf_type", "loss_type", "rpo_alpha", {"simpo": 2.0})
     elif moved.get("loss_type", default="loss_scale") != "loss_scale":
         moved.lack("loss_type", "loss.mode names the mean; a loss of one's own is loss.custom_cls")
-    # What is trained.
-    sources.differ_by_model(moved, "model")
-    sources.put_rope(moved, moved.get("max_model_len"))
-    if kind in ("lora", "lora_llm"):
-        rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
-        hf_trainer.put_lora(moved, rank, alpha, moved.get("target_regex", "target_modules"), 0.05)
-        if is_on(ratio := moved.get("lorap_lr_ratio")):
-            moved.put("optim.lr_of", {"lora_B": ratio})
-    elif kind != "full":
-        moved.lack("tuner_type" if "tuner_type" in moved.values else "train_type", "adapters are LoRA's")
-    if adapters := listed(moved.get("adapters")):
-        moved.put("model.lora_adapter_path", adapters[0])
-        if len(adapters) > 1:
-            moved.lack("adapters", "model.lora_adapter_path names one")
-    for key in ("freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex"):
-        if moved.is_on(key):
-            moved.lack(key, "model.freeze has globs of names, with ! of what is trained")
+    _read_model(moved, kind)
+    # The steps of a run.
     hf_trainer.put_split(moved, moved.get("sequence_parallel_size", default=1))
     if moved.is_on("packing") and moved.get("packing_strategy") == "sequential":
         moved.put("data.strategy", "next_fit")
@@ -178,37 +163,7 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
         moved.put("optim.optimizer", "Muon")
     elif moved.is_on("optimizer"):
         moved.lack("optimizer", hf_keys.UNSHARDED.lacks)
-    # What is learnt.
-    scale = str(moved.get("loss_scale", default="default"))
-    if "last_round" in scale:
-        moved.put("turns", "last")
-    parts = re.split(r"[+,]", scale)
-    if "all" in parts and not trains_texts:
-        moved.put("prompts", "learn")
-    for name in [part for part in parts if part in _SCALES]:
-        moved.put("weights", {**moved.words.get("weights", {}), **_patterns(_SCALES[name])})
-        moved.differ(f"loss_scale={name}: a step's loss is divided by the sum of the weights here, there by the tokens")
-    if {*parts} - {"default", "last_round", "ignore_empty_think", "none", "all", *_SCALES} and not trains_texts:
-        moved.lack("loss_scale", "weights has factors by patterns of the assistant's turns")
-    if moved.is_on("disable_ignore_empty_think") and not trains_texts:
-        moved.put("empty_reasoning", "learn")
-    if trains_texts:
-        moved.differ("messages of a chat are joined without a template there, and learnt whole; here one renders them")
-    else:
-        blocks = "and a hybrid model's replies without reasoning all begin with an empty thinking block"
-        blocks = (
-            "and no empty thinking block is put before a reply"
-            if moved.get("add_non_thinking_prefix") is False
-            else blocks
-        )
-        moved.differ(
-            f"the line end after a turn is learnt there, {blocks}; here the chat template says which have a block"
-        )
-    if moved.is_on("template"):
-        moved.differ(
-            f"template={moved.get('template')}: the tokenizer's own chat template renders chats here, or "
-            "chat_template=NAME of a folder chat_templates=FOLDER"
-        )
+    _read_learnt(moved, trains_texts)
     hf_trainer.differ_by_tokens(moved, "as transformers draws them around the mean of all")
     if tokens := moved.words.get("model.new_special_tokens"):
         moved.put("model.new_special_tokens", [each for token in tokens for each in _tokens_of(moved, token)])
@@ -221,6 +176,57 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
         moved.put("trainer.early_stop.patience", wait)
     elif is_on(wait):
         moved.lack("early_stop_interval", hf_keys.NO_VALIDATION)
+
+
+def _read_model(moved: Moved, kind: str) -> None:
+    """Translate the model, its adapters and what is frozen."""
+    sources.differ_by_model(moved, "model")
+    sources.put_rope(moved, moved.get("max_model_len"))
+    if kind in ("lora", "lora_llm"):
+        rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
+        hf_trainer.put_lora(moved, rank, alpha, moved.get("target_regex", "target_modules"), 0.05)
+        if is_on(ratio := moved.get("lorap_lr_ratio")):
+            moved.put("optim.lr_of", {"lora_B": ratio})
+    elif kind != "full":
+        moved.lack("tuner_type" if "tuner_type" in moved.values else "train_type", "adapters are LoRA's")
+    if adapters := listed(moved.get("adapters")):
+        moved.put("model.lora_adapter_path", adapters[0])
+        if len(adapters) > 1:
+            moved.lack("adapters", "model.lora_adapter_path names one")
+    for key in ("freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex"):
+        if moved.is_on(key):
+            moved.lack(key, "model.freeze has globs of names, with ! of what is trained")
+
+
+def _read_learnt(moved: Moved, trains_texts: bool) -> None:
+    """Translate what of a chat is learnt, and with which weight."""
+    scale = str(moved.get("loss_scale", default="default"))
+    if "last_round" in scale:
+        moved.put("turns", "last")
+    parts = re.split(r"[+,]", scale)
+    if "all" in parts and not trains_texts:
+        moved.put("prompts", "learn")
+    for name in [part for part in parts if part in _SCALES]:
+        moved.put("weights", {**moved.words.get("weights", {}), **_patterns(_SCALES[name])})
+        moved.differ(f"loss_scale={name}: a step's loss is divided by the sum of the weights here, there by the tokens")
+    if {*parts} - {"default", "last_round", "ignore_empty_think", "none", "all", *_SCALES} and not trains_texts:
+        moved.lack("loss_scale", "weights has factors by patterns of the assistant's turns")
+    if trains_texts:
+        moved.differ("messages of a chat are joined without a template there, and learnt whole; here one renders them")
+    else:
+        if moved.is_on("disable_ignore_empty_think"):
+            moved.put("empty_reasoning", "learn")
+        blocks = "and a hybrid model's replies without reasoning all begin with an empty thinking block"
+        if moved.get("add_non_thinking_prefix") is False:
+            blocks = "and no empty thinking block is put before a reply"
+        moved.differ(
+            f"the line end after a turn is learnt there, {blocks}; here the chat template says which have a block"
+        )
+    if moved.is_on("template"):
+        moved.differ(
+            f"template={moved.get('template')}: the tokenizer's own chat template renders chats here, or "
+            "chat_template=NAME of a folder chat_templates=FOLDER"
+        )
 
 
 def _read_data(moved: Moved) -> None:
