@@ -11,13 +11,16 @@
 # make verl-nightly   what is relied on in verl, and its runs, with the newest wheel above verl's bound, or VERL=file.whl
 # make test-trl     losses and tokens of preferences beside TRL's trainers, in a .venv-trl of its own
 # make test-triton  the kernels of flash-linear-attention and Liger in Triton's interpreter on the CPU, in a .venv-triton of its own
-# make lint         ruff, format check, type check of the public API, line budgets, durations of tests, shellcheck
+# make lint         ruff, format check, type check of the public API, line budgets, durations of tests, shellcheck, sentences, the site
+# make docs         the manual as a site on this machine, at http://127.0.0.1:8000, made again at every change
 # make bench        the benchmarks of benchmarks/README.md
 # make bench-quick  every benchmark on its smallest shape, also benchmarks/gpu on the CPU: whether it runs
+# make lock         write constraints.txt again: the newest versions that pyproject.toml allows
 # make clean        remove caches, builds and quickstart_run/; make distclean removes .venv too
 #
 # Each target creates .venv and installs what it needs, once; pyproject.toml's changes install again.
 # Another Python: make test PYTHON=python3.11
+# Versions are those of constraints.txt; LOCKED= takes the newest that pyproject.toml allows, and so do TORCH= and TRANSFORMERS=
 # Another torch: make test TORCH=2.11.0, in a .venv-torch-2.11.0 of its own; so do lint, test-gpu and the others
 # Another transformers, past verl's bound: make test TRANSFORMERS=5.24.0, in a .venv-transformers-5.24.0; TORCH= may be given too
 
@@ -32,7 +35,7 @@ export PATH := $(BIN):$(PATH)
 # With the newest pip: releases before 23.1, which Python 3.10 and 3.11 bring, may search for hours for versions that fit.
 NEW_VENV := -m venv --upgrade-deps
 
-.PHONY: help quickstart test test-all durations test-gpu test-newest test-chaos fuzz cluster verl-versions verl-nightly test-trl test-triton lint bench bench-quick clean distclean
+.PHONY: help quickstart test test-all durations test-gpu test-newest test-chaos fuzz cluster verl-versions verl-nightly test-trl test-triton lint docs bench bench-quick lock clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -52,13 +55,13 @@ test-all: $(VENV)/.installed-test
 durations: export OMP_NUM_THREADS ?= 1
 durations: $(VENV)/.installed-test
 	report=$$(mktemp) && { $(BIN)/python -m pytest -n 2 --dist loadfile --junit-xml=$$report $(PYTEST_ARGS); \
-		$(BIN)/python -m tests.durations $$report; code=$$?; rm $$report; exit $$code; }
+		$(BIN)/python -m tests.lib.durations $$report; code=$$?; rm $$report; exit $$code; }
 
 NEWEST := 5.24.0
 OF_NEWEST := upstream_contract parity layers model_support rope attention attention_backends tiles towers fla hybrid_training
 
 test-newest:
-	$(MAKE) test TRANSFORMERS=$(NEWEST) PYTEST_ARGS="-m 'not cluster' $(OF_NEWEST:%=tests/test_%.py) $(PYTEST_ARGS)"
+	$(MAKE) test TRANSFORMERS=$(NEWEST) PYTEST_ARGS="-m 'not cluster' $(wildcard $(OF_NEWEST:%=tests/*/test_%.py)) $(PYTEST_ARGS)"
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
@@ -70,7 +73,7 @@ test-chaos: $(VENV)/.installed-test
 fuzz: export OMP_NUM_THREADS ?= 1
 fuzz: SECONDS ?= 600
 fuzz: $(VENV)/.installed-test
-	$(BIN)/python -m tests.fuzz_readers --seconds $(SECONDS)
+	$(BIN)/python -m tests.lib.fuzz_readers --seconds $(SECONDS)
 
 cluster: export OMP_NUM_THREADS ?= 1
 cluster: $(VENV)/.installed-test
@@ -81,7 +84,7 @@ VERLS := 0.7.1 0.8.0
 verl-versions: export HF_HUB_OFFLINE ?= 1
 verl-versions: $(VERLS:%=.venv-verl-%/.installed)
 	set -e; for version in $(VERLS); do \
-		.venv-verl-$$version/bin/python -m pytest --noconftest --disable-warnings tests/test_drop_in.py $(PYTEST_ARGS); done
+		.venv-verl-$$version/bin/python -m pytest --noconftest --disable-warnings tests/peers/test_drop_in.py $(PYTEST_ARGS); done
 
 TRIED_VERL := 0.9.1
 OF_VERL := upstream_contract plugin stock_verl verl_masks verl_offload drop_in parity verl_runs
@@ -97,26 +100,35 @@ verl-nightly: $(VENV)/bin/python
 	fi; \
 	$(BIN)/python $(NEW_VENV) .venv-verl-nightly; new=.venv-verl-nightly/bin/python; \
 	$$new -m pip install --quiet $(WITH_TORCH) -e '.[test]'; $$new -m pip install --quiet "$$wheel"; \
-	$$new -m pytest -n 2 --dist loadfile $(OF_VERL:%=tests/test_%.py) $(PYTEST_ARGS)
+	$$new -m pytest -n 2 --dist loadfile $(wildcard $(OF_VERL:%=tests/*/test_%.py)) $(PYTEST_ARGS)
 
 test-trl: export HF_HUB_OFFLINE ?= 1
 test-trl: .venv-trl/.installed
-	.venv-trl/bin/python -m pytest --noconftest --disable-warnings tests/test_preference_trl.py $(PYTEST_ARGS)
+	.venv-trl/bin/python -m pytest --noconftest --disable-warnings tests/losses/test_preference_trl.py $(PYTEST_ARGS)
 
 test-triton: export TRITON_INTERPRET := 1
 test-triton: export OMP_NUM_THREADS ?= 1
 test-triton: .venv-triton/.installed
-	.venv-triton/bin/python -m pytest tests/test_triton_kernels.py $(PYTEST_ARGS)
+	.venv-triton/bin/python -m pytest tests/layers/test_triton_kernels.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.line_budgets
-	$(BIN)/python -m tests.public_names
-	$(BIN)/python -m tests.durations
+	$(BIN)/python -m tests.lib.line_budgets
+	$(BIN)/python -m tests.lib.public_names
+	$(BIN)/python -m tests.lib.durations
 	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
+	$(BIN)/python docs/prose.py
+	$(BIN)/mkdocs build --strict --quiet
+
+# Notices about other site generators, in every build.
+lint docs: export NO_MKDOCS_2_WARNING := 1
+lint docs: export DISABLE_MKDOCS_2_WARNING := true
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/mkdocs serve
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks
@@ -124,6 +136,14 @@ bench: $(VENV)/.installed-test
 bench-quick: export OMP_NUM_THREADS ?= 1
 bench-quick: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks --quick
+
+# uv writes versions for every Python at once, and keeps those of the file that still fit; --upgrade raises them.
+LOCK_PYTHON := 3.10
+lock: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --upgrade --python-version $(LOCK_PYTHON) --no-annotate --no-header \
+		--extra dev --constraints <(echo 'torch<2.14') pyproject.toml -o constraints.txt
+	sed -i '1i # The versions that are installed together in `make` and CI, for Python 3.10 to 3.12: `make lock` writes them.' constraints.txt
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis quickstart_run
@@ -170,15 +190,18 @@ WITH_TORCH = 'torch$(if $(TORCH),==$(TORCH),<2.14)'
 # verl caps transformers; a second install, of transformers alone, brings its own requirements and tells of the cap.
 NEWER = $(TRANSFORMERS:%=$(BIN)/python -m pip install --quiet 'transformers==%')
 
+LOCKED := -c constraints.txt
+LOCK = $(if $(TORCH)$(TRANSFORMERS),,$(LOCKED))
+
 # The stamps say which extras are in .venv; an install that was cut short leaves none.
-$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing verl-ext[test] into $(VENV): once, a few minutes"
-	$(BIN)/python -m pip install --quiet $(WITH_TORCH) -e '.[test]'
+	$(BIN)/python -m pip install --quiet $(LOCK) $(WITH_TORCH) -e '.[test]'
 	$(NEWER)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing verl-ext[dev] into $(VENV): once, a few minutes"
-	$(BIN)/python -m pip install --quiet $(WITH_TORCH) -e '.[dev]'
+	$(BIN)/python -m pip install --quiet $(LOCK) $(WITH_TORCH) -e '.[dev]'
 	$(NEWER)
 	@touch $@ $(VENV)/.installed-test

@@ -42,22 +42,21 @@ def saved(options: Options, folder: Path) -> Iterable[Row]:
 
 
 def measure(folder: Path, repeats: int) -> Row:
-    import torch.distributed as dist
-
     from benchmarks.contestants import Setting, take_step, together
-    from verl_ext.checkpoint.layout import changed_file
+    from verl_ext.checkpoint.layout import Checkpoint
     from verl_ext.checkpoint.state import load_engine
 
     common = ("parallel=cpu", "model.enable_gradient_checkpointing=true", "data.train_batch_size=2")
     setting = Setting(folder / "model", folder / "data", folder, TOKENS, 100, (*common, "trainer.logger=[console]"))
     trainer = setting.packed("run").trainer
-    batches = iter(list(trainer.rank.batches(trainer.run.train_set, trainer.run.plan, 0, 2 * repeats + 2)))
+    batches = iter(list(trainer.batches(0, 2 * repeats + 2)))
     first, checkpoint, manager = next(batches), folder / "run/global_step_1", trainer.engine.checkpoint_manager
+    share = trainer.rank.rank, trainer.rank.size  # all ranks have packs of their own
     found: Row = {
         "a step": together(lambda: take_step(trainer, next(batches), False), repeats + 1),
-        "saved": together(lambda: trainer.checkpoints.save(1), repeats),
+        "saved": together(lambda: trainer.checkpoints.save(1, {}), repeats),
         "saved as verl does": together(lambda: manager.save_checkpoint(str(folder / "verl"), global_step=1), repeats),
-        "verified": together(lambda: changed_file(checkpoint, dist.get_rank(), dist.get_world_size()), repeats),
+        "verified": together(lambda: Checkpoint.read(checkpoint).changed_file(*share), repeats),
         "loaded": together(lambda: load_engine(trainer.engine, checkpoint), repeats),
     }
     aside = setting.packed("aside", "checkpoint.async_save=true").trainer
@@ -65,7 +64,7 @@ def measure(folder: Path, repeats: int) -> Row:
     take_step(aside, first, False)
     waits, during = [], []
     for _ in range(repeats):
-        waits += together(lambda: aside.checkpoints.save(1))
+        waits += together(lambda: aside.checkpoints.save(1, {}))
         during += together(lambda: take_step(aside, first, False), 2)
         aside.checkpoints.finish()
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()) / 1e9

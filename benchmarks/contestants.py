@@ -29,11 +29,12 @@ from benchmarks.documents import Document, document_lengths, write_documents
 from benchmarks.meters import seconds, wait_for_gpu
 from benchmarks.models import kernel_of, kernel_of_peers, optimizer_of
 from verl_ext.config.compose import compose
-from verl_ext.config.run import worker_config
+from verl_ext.config.resolve import worker_config
 from verl_ext.losses import HEADS
 from verl_ext.plugin import register_engine
 from verl_ext.trainer import report
 from verl_ext.trainer.batch import StepBatch
+from verl_ext.trainer.collator import StepCollator
 from verl_ext.trainer.run import Run
 from verl_ext.trainer.setup import prepare
 from verl_ext.trainer.trainer import SFTTrainer, StepOutcome, UpcomingStep
@@ -148,7 +149,8 @@ class PackedContestant(Contestant):
             write_documents(documents, folder)
         family: Any = type(self.run.train_set)
         dataset = family(str(folder), config=self.run.config.values["data"], key="data.train_dir")
-        return self.run.objective.collator(self.run.train_set)([dataset[pack] for pack in range(len(dataset))])
+        collate = StepCollator.of_dataset(self.run.objective, self.run.train_set)
+        return collate([dataset[pack] for pack in range(len(dataset))])
 
     def implementations(self, packed: bool) -> dict[str, Any]:
         head = max(self.run.config.loss.head, self.engine.cheapest_head, key=HEADS.index)
@@ -158,8 +160,7 @@ class PackedContestant(Contestant):
 
     def counts(self, batch: StepBatch) -> tuple[int, int, int]:
         documents = (batch.position_ids.diff(prepend=batch.position_ids.new_full((1,), -2)) != 1) & (batch.copies > 0)
-        targets = batch.counts[3] if batch.targets is None else sum(batch.targets.counts)  # of rejected answers too
-        return int(documents.sum()), int(batch.counts[1]), int(targets)
+        return int(documents.sum()), int(batch.counts["tokens"]), int(batch.counts["target_tokens"])
 
     def train(self, batch: StepBatch) -> float:
         """Take the trainer's step; return the loss that it reports."""
@@ -192,7 +193,7 @@ class Setting:
     def _run(self, name: str, *overrides: str) -> Run:
         where = (f"model.path={self.model}", f"data.train_dir={self.data}", f"data.max_tokens={self.budget}")
         how = ("model.enable_gradient_checkpointing=false", "data.pad_mode=no_padding", "data.num_workers=0")
-        steps = (f"trainer.total_training_steps={self.steps}", "optim.lr_warmup_steps=0")
+        steps = (f"trainer.total_training_steps={self.steps}", "optim.lr=1e-3", "optim.lr_warmup_steps=0")
         output = f"trainer.default_local_dir={self.output / name}"
         return prepare(compose((*where, *how, *steps, output, *self.overrides, *overrides)))
 

@@ -25,7 +25,7 @@ from benchmarks.texts import CHATS, LONG, Kind, make_conversations, write_conver
 from verl_ext.data import SFTDataSet
 from verl_ext.losses import LossSpec
 from verl_ext.packing import plan_packs
-from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.collator import StepCollator
 
 VOCABULARY = 50_000
 QUICK = ["documents=2000", "chats=40", "long=2", "repeats=1", "passes=1"]
@@ -146,7 +146,7 @@ def start(options: Options, folder: Path) -> Iterable[Row]:
 
 def measure_start(folder: str, max_tokens: int) -> Row:
     """Open, plan and scan; only the page cache may be warm."""
-    from verl_ext.data.arrow import TokenizedData
+    from verl_ext.data.tokenized.arrow import TokenizedData
     from verl_ext.trainer.distributed import RunRanks
 
     with measured(private=True) as memory:
@@ -155,7 +155,7 @@ def measure_start(folder: str, max_tokens: int) -> Row:
         dataset = SFTDataSet(folder, max_tokens)  # which opens its folder too
         built = time.perf_counter() - began
         scanned = seconds(lambda: dataset.read_together(RunRanks()))
-    tokens, targets = int(dataset.facts().tokens.sum()), int(dataset.scan.targets.sum())
+    tokens, targets = int(dataset.facts().tokens.sum()), int(dataset.scan().targets.sum())
     return {
         **{"documents": len(dataset.spans), "tokens": tokens, "targets": targets},
         **{"open": opened, "plan": built - opened, "scan": scanned},

@@ -6,6 +6,7 @@ Both are above what is held between steps, for the kernel and type of the real r
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from benchmarks.harness import Row, Sizes, option, table, words_of
 from benchmarks.meters import MIB, measured
 from benchmarks.models import config_of, write_model
 from verl_ext.config.compose import compose
-from verl_ext.config.resolve import resolve_device
+from verl_ext.config.resolve import resolve_run
+from verl_ext.config.run import Machine
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
-from verl_ext.options import plain
 from verl_ext.plugin import PACKED
 from verl_ext.tools.plan.report import Predictor
 from verl_ext.tools.plan.run import Job, build_engine, fill_optimizer, take_step
-from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.trainer.batch import StepBatch
+from verl_ext.trainer.collator import StepCollator
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")  # of the processes that are started
 _MODELS: dict[str, dict[str, Any]] = {
@@ -61,12 +63,14 @@ CASES = (
     Case("experts, checkpointing, 2 ranks", (_CHECKPOINTING,), model="experts", ranks=2),
     Case("tied, sequence parallel over 2 ranks", ("parallel=ulysses2",), model="tied", ranks=2, tokens=8192),
     Case("dense, 2 ranks, 3 micro-batches, no_sync", (_NO_SYNC,), ranks=2, tokens=2048, micro_batches=3),
+    Case("LoRA on NF4, checkpointing", ("model=lora", "model.quantization=nf4", _SMALL_BLOCK, _CHECKPOINTING)),
 )
+_BASES = {"fp32": "model.frozen_dtype=fp32", "bf16": "model.frozen_dtype=compute", "NF4": "model.quantization=nf4"}
 
 
 class Options(Sizes):
     cases: list[int] = option(list(range(len(CASES))), "cases by number, from 0")
-    lengths: list[int] = option([1_048_576, 4_194_304], "tokens of a pack, for --table lengths")
+    lengths: list[int] = option([1_048_576, 4_194_304], "tokens of a pack, for --table lengths and adapters")
     overrides: dict[str, Any] = option({}, "options of those plans, such as data.max_tokens:65536")
 
     def problems(self) -> Iterable[str]:
@@ -97,7 +101,7 @@ def cases(options: Options, folder: Path) -> Iterable[Row]:
 )
 def lengths(options: Options, folder: Path) -> Iterable[Row]:
     """Plans of a Qwen3-8B on 8 GPUs, by length of packs."""
-    model = f"model.path={ROOT / 'recipes/glm_long/qwen3_8b'}"
+    model = f"model.path={ROOT / 'recipes/papers/glm_long/qwen3_8b'}"
     memory = ("parallel=ulysses8", "model.activation_offload=true", "model.tile_tokens=4096")
     with Predictor() as predictor:
         for tokens in options.lengths:
@@ -108,11 +112,23 @@ def lengths(options: Options, folder: Path) -> Iterable[Row]:
             yield {"tokens": tokens, "gpu": prediction.peak / 2**30, "host": prediction.host / 2**30}
 
 
+@table("base {base} | tokens of a pack {tokens:,} | peak of one GPU {gpu:.1f} GiB", on_request=True)
+def adapters(options: Options, folder: Path) -> Iterable[Row]:
+    """Plans of a Qwen3-8B under adapters of rank 32 on one GPU: of two and three layers, and 33 more like the third."""
+    model = ("model=lora", f"model.path={ROOT / 'recipes/papers/glm_long/qwen3_8b'}", "model.tile_tokens=4096")
+    with Predictor() as predictor:
+        for (base, override), tokens in product(_BASES.items(), options.lengths):
+            sizes = (f"data.max_tokens={tokens}", f"model.override_config.max_position_embeddings={tokens}")
+            words = (*model, override, *sizes, "model.activation_offload=true", *words_of(options.overrides))
+            layers = [(*words, f"model.override_config.num_hidden_layers={number}") for number in (2, 3)]
+            two, three = (predictor.predict(job_of(of, [batch_of(tokens)], 1, "cuda")).peak for of in layers)
+            yield {"base": base, "tokens": tokens, "gpu": (three + 33 * (three - two)) / 2**30}
+
+
 def job_of(overrides: Sequence[str], step: Sequence[StepBatch], ranks: int, device: str | None = None) -> Job:
     """Return the job of one step, on CPU ranks by default."""
-    composed = compose(["data.train_dir=unused", *overrides])
-    resolve_device(composed, device)
-    return Job(plain(composed), [step], ranks, 0, "varlen" if device else "sdpa", PACKED, on_gpu=device is not None)
+    config = resolve_run(compose(["data.train_dir=unused", "optim.lr=1e-5", *overrides]), Machine(ranks, device))
+    return Job(config.values, [step], ranks, 0, "varlen" if device else "sdpa", PACKED, on_gpu=device is not None)
 
 
 def batch_of(tokens: int) -> StepBatch:

@@ -5,7 +5,7 @@
     step         its micro-steps, the optimizer, small collectives, and a share of a checkpoint
 
 Costs, orders and the wait for the slowest rank are those of `verl_ext.packing`; what computation hides is that of
-`verl-ext plan`. docs/scaling.md explains the assumptions and the check, whose small models have no recomputation.
+`verl-ext plan`. docs/why/scaling.md explains the assumptions and the check, whose small models have no recomputation.
 """
 
 import os
@@ -25,7 +25,7 @@ from benchmarks.cells import ROOT, on_ranks
 from benchmarks.documents import DISTRIBUTIONS, make_documents, write_documents
 from benchmarks.harness import Row, Sizes, Turns, option, table
 from benchmarks.models import VOCABULARY, write_qwen3
-from verl_ext.data.arrow import TokenizedData
+from verl_ext.data.tokenized.arrow import TokenizedData
 from verl_ext.engines.cost import balancing_cost
 from verl_ext.flops import head_width
 from verl_ext.packing import balanced_order, epoch_order, micro_step_costs, plan_packs
@@ -116,7 +116,7 @@ def step_time(
 )
 def simulated(options: Options, folder: Path) -> Iterable[Row]:
     """A step by the number of ranks, in shuffled and balanced order."""
-    config = AutoConfig.from_pretrained(options.model or ROOT / "recipes/glm_long/qwen3_8b")
+    config = AutoConfig.from_pretrained(options.model or ROOT / "recipes/papers/glm_long/qwen3_8b")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if options.data is None:
@@ -185,7 +185,7 @@ def measure(folder: Path, count: int) -> Row:
     overrides = ("parallel=cpu", f"data.train_batch_size={PACKS}", "trainer.logger=[file]")
     trainer = Setting(folder / "model", folder / "data", output, BUDGET, count + 1, overrides).packed("run").trainer
     run, ranks = trainer.run, dist.get_world_size()
-    batches = trainer.rank.batches(run.train_set, run.plan, 0, count + 1)
+    batches = trainer.batches(0, count + 1)
     took = [together(lambda batch=batch: take_step(trainer, batch))[0] for batch in batches]
     packs = np.concatenate([run.plan.packs(step) for step in range(1, count + 1)])  # the first step warms up
     part, whole = torch.zeros(GATHERED // 4 // ranks), torch.zeros(GATHERED // 4)

@@ -16,7 +16,7 @@ from benchmarks.cells import in_own_process
 from benchmarks.harness import Row, Sizes, option, table
 from benchmarks.meters import measured, seconds, wait_for_gpu
 from benchmarks.models import VOCABULARY, config_of
-from verl_ext.models.qwen_titans import QwenTitansConfig, QwenTitansForCausalLM
+from verl_ext.titans import QwenTitansConfig, QwenTitansForCausalLM
 
 ANSWER = 8  # target tokens at the end of a sequence
 QUICK = ["lengths=[128]", "hidden=32", "layers=2", "chunk=64", "repeats=1"]

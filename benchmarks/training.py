@@ -206,7 +206,7 @@ def build_methods(setting: Any, options: Options) -> dict[str, Way]:
             overrides = (f"data.balance={packed[name]}", f"data.seed={SEED}", f"data.train_batch_size={per_step}")
             contestant = setting.packed(name, *overrides)
             run = contestant.run
-            epoch = [*contestant.trainer.rank.batches(run.train_set, run.plan, 0, run.plan.steps_per_epoch)]
+            epoch = [*contestant.trainer.batches(0, run.plan.steps_per_epoch)]
         return contestant, [epoch[:1], *[epoch] * options.epochs]
 
     return {name: build(name) for name in ((*stock, *packed) if ranks > 1 else ON_ONE_RANK)}

@@ -1,6 +1,6 @@
-"""Writes docs/models.md, the model types that are trained: python docs/make_models.py, which takes minutes.
+"""Writes docs/reference/models.md, the model types that are trained: python docs/make_models.py, which takes minutes.
 
-Under a transformers above the bound of verl (CONTRIBUTING.md) it writes docs/newer_models.md.
+Under a transformers above the bound of verl (CONTRIBUTING.md) it writes docs/reference/newer_models.md.
 """
 
 import re
@@ -14,7 +14,7 @@ from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.small_models import KINDS, SIZES, model_class, model_config, refusal
+from tests.lib.small_models import KINDS, SIZES, model_class, model_config, refusal
 from verl_ext.config.architecture import Architecture
 from verl_ext.flops import windowed_layers
 from verl_ext.layers import mixers_of
@@ -22,7 +22,7 @@ from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.trial import shrunk
 
 DOCS = Path(__file__).parent
-PAGES = {"Models": DOCS / "models.md", "Newer models": DOCS / "newer_models.md"}
+PAGES = {"Models": DOCS / "reference" / "models.md", "Newer models": DOCS / "reference" / "newer_models.md"}
 VERSION = Version(transformers.__version__)
 TITLE = "Models" if Version("5.11") > VERSION else "Newer models"
 _INSTALL = """
@@ -89,7 +89,7 @@ def described(kind: str) -> tuple[str, str]:
 
 
 def page() -> str:
-    """The text of docs/models.md."""
+    """The text of docs/reference/models.md."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -103,9 +103,9 @@ def _lines() -> Iterator[str]:
         "",
         f"Of the {len(KINDS)} model types that transformers {version} has for text, with images or without, "
         f"{len(trained)} are trained exactly:",
-        "`pytest tests/test_model_types.py` compares the loss and every gradient of a pack with its documents alone",
-        "in plain transformers, in fp64, on one rank, with Ulysses 2 and with context parallelism 2. The others are",
-        "refused before a model is loaded. `python docs/make_models.py` writes this page, and the test compares it",
+        "`pytest tests/models/test_model_types.py` compares the loss and every gradient of a pack with its documents",
+        "alone in plain transformers, in fp64, on one rank, with Ulysses 2 and with context parallelism 2. The others",
+        "are refused before a model is loaded. `python docs/make_models.py` writes this page, and the test compares it",
         "with what it finds. Kernels of GPUs have not run yet."
         + " [Newer models](newer_models.md): the types of newer versions." * (TITLE == "Models"),
         "",
@@ -129,7 +129,7 @@ def _lines() -> Iterator[str]:
         "for all of them. LoRA's `all-linear` adapts linear layers and, of types whose experts PEFT knows (Mixtral,",
         "Qwen2 to Qwen3-Next, OLMoE and others), the weights of routers and experts too; other experts stay as they",
         "are, unless `model.target_parameters` names them. Where a layer reads a buffer of its router (DeepSeek-V3,",
-        "GLM-4.5 and others), PEFT cannot wrap the router: `model.target_modules` must name the layers to adapt. Types",
+        "GLM-4.5 and others), PEFT cannot wrap the router, and `all-linear` leaves its weight as it is. Types",
         "that are encoders by default (BERT's kin) are trained with `is_decoder=true`, and of pairs (BART's kin) the",
         "decoder alone.",
         "",

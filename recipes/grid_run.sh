@@ -40,7 +40,7 @@ train_cell() {
     say "$cell"
     (
         trap 'kill $!' TERM
-        "$here/../../launch/node.sh" "${words[@]}" >"$run/$cell.log" 2>&1 &
+        verl-ext launch "${words[@]}" >"$run/$cell.log" 2>&1 &
         wait $! && printf '%s' "${words[*]}" >"$run/$cell.done"
     ) &
 }

@@ -3,7 +3,7 @@
     python recipes/scripted_model.py PORT_FILE
 
 listens on a free port of this machine, writes the port to PORT_FILE, and serves the model `scripted` in the form of
-OpenAI's chat completions. It knows the chronicles of recipes/longalign/make_data.py and the prompts of `verl-ext
+OpenAI's chat completions. It knows the chronicles of recipes/papers/longalign/make_data.py and the prompts of `verl-ext
 synthesize` and `verl-ext judge`, and nothing else: its texts show that the stages fit together, and its verdicts are
 shares of words.
 """

@@ -17,14 +17,14 @@ if "HF_DATASETS_CACHE" not in os.environ:  # keeps the tests' entries out of the
 import pytest
 from hypothesis import settings
 
-from tests.tiny_model import write_tiny_model
+from tests.lib.tiny_model import write_tiny_model
 
 settings.register_profile("tests", deadline=None)  # a busy machine must not fail a property
 settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(items):
-    """Say in a report which tests are slow, for tests/durations.py."""
+    """Say in a report which tests are slow, for tests/lib/durations.py."""
     for item in items:
         if item.get_closest_marker("slow"):
             item.user_properties.append(("slow", "true"))
@@ -39,7 +39,7 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def chatml(tmp_path_factory):
     """Return the folder of a tiny tokenizer with the ChatML template."""
-    from tests.test_tokenize_templates import CHATML, tiny_tokenizer
+    from tests.lib.chat_templates import CHATML, tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("chatml")
     tiny_tokenizer(CHATML).save_pretrained(folder)
@@ -49,7 +49,7 @@ def chatml(tmp_path_factory):
 @pytest.fixture
 def synthesize(tmp_path, tiny_model):
     """Return `synthesized` for a test's folder and the tiny model."""
-    from tests.synthesized import synthesized  # imports what few tests need
+    from tests.lib.synthesized import synthesized  # imports what few tests need
 
     return partial(synthesized, tmp_path, tiny_model)
 

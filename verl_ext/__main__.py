@@ -7,36 +7,47 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from verl_ext import __version__
 from verl_ext.options import choice_problem
 from verl_ext.progress import announce
 
-# command: (its module, its description)
-COMMANDS = {
-    "train": ("verl_ext.commands.train", "raw files to a trained model: tokenize and torchrun in one command"),
-    "tokenize": ("verl_ext.commands.tokenize", "chats and texts to a tokenized dataset with targets and categories"),
-    "index": ("verl_ext.commands.index", "texts to Megatron's .bin and .idx, for data=multidoc"),
-    "plan": ("verl_ext.tools.plan.command", "the packs, memory and time of a run, before it starts and without GPUs"),
-    "show": ("verl_ext.tools.show.command", "an audit of data, a look at any document or pack, the curves of runs"),
-    "babilong": ("verl_ext.tools.babilong.command", "BABILong samples of any length"),
-    "synthesize": (
-        "verl_ext.tools.synthesis.command",
-        "documents and instructions to long chats, by a served model",
-    ),
-    "export": ("verl_ext.commands.export", "a checkpoint as a folder for plain transformers, without GPUs"),
-    "init-model": ("verl_ext.tools.init_model.command", "a model with random weights, and its tokenizer"),
-    "judge": (
-        "verl_ext.tools.judging.command",
-        "answers to long-context benchmarks, scored by rules or a judge model",
-    ),
-    "grid": ("verl_ext.tools.judging.grid", "models that were judged once for each seed, in one table"),
-    "migrate": (
-        "verl_ext.tools.migrate.command",
-        "a configuration of axolotl, LLaMA-Factory, ms-swift, TRL or verl as a command of `verl-ext train`",
-    ),
-    "launch": ("verl_ext.launch.run", "a node of a run: torchrun with the topology of the environment"),
-    "launch-ray": ("verl_ext.launch.ray", "a run on a Ray cluster of these nodes, or as a job of one"),
-    "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach node 0, with the same packages"),
+# {group of the help: {command: (its module, its description)}}
+GROUPS = {
+    "run": {
+        "train": ("verl_ext.commands.train", "raw files to a trained model; verl-ext train run.yaml"),
+        "launch": ("verl_ext.commands.launch", "one node of a run on several, by torchrun or on Ray"),
+        "plan": ("verl_ext.tools.plan.command", "packs, memory and time of a run before it starts, without GPUs"),
+        "recipes": ("verl_ext.commands.recipes", "the recipes of the package: list, show, copy"),
+    },
+    "data": {
+        "tokenize": ("verl_ext.commands.tokenize", "chats and texts to a tokenized dataset with targets"),
+        "index": ("verl_ext.commands.index", "texts to Megatron's .bin and .idx, for data=multidoc"),
+        "show": ("verl_ext.tools.show.command", "an audit of data, any document or pack, the curves of runs"),
+        "synthesize": (
+            "verl_ext.tools.synthesis.command",
+            "documents and instructions to long chats, by a model",
+        ),
+        "babilong": ("verl_ext.tools.babilong.command", "BABILong samples of any length"),
+    },
+    "after": {
+        "chat": ("verl_ext.commands.chat", "a conversation in the terminal with a run, an export or an adapter"),
+        "export": ("verl_ext.commands.export", "a checkpoint as a folder for plain transformers, without GPUs"),
+        "judge": ("verl_ext.tools.judging.command", "answers to long-context benchmarks, scored by rules or a judge"),
+        "grid": ("verl_ext.tools.judging.grid", "models that were judged once for each seed, in one table"),
+    },
+    "more": {
+        "migrate": (
+            "verl_ext.tools.migrate.command",
+            "a run of axolotl, LLaMA-Factory, ms-swift, TRL or verl as ours",
+        ),
+        "init-model": ("verl_ext.tools.init_model.command", "a model with random weights, and its tokenizer"),
+        "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach node 0 with the same packages"),
+        "env": ("verl_ext.commands.env", "versions, GPUs and settings, for a bug report"),
+        "completion": ("verl_ext.commands.completion", "a script by which bash, zsh or fish completes these words"),
+    },
 }
+EARLIER = {"launch-ray": "verl_ext.launch.ray"}  # names that still work
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 SLOW = ("train", "plan")  # to import: seconds, before which a line is printed
 
 
@@ -51,12 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in SLOW and rest and not {"-h", "--help"} & set(rest):
             announce(name)
         return importlib.import_module(COMMANDS[name][0]).main(rest)
+    if name in EARLIER:
+        return importlib.import_module(EARLIER[name]).main(rest)
+    if name in ("-V", "--version"):
+        print(f"verl-ext {__version__}")
+        return 0
     if name not in ("-h", "--help"):
         print(f"error: {choice_problem('the command', name, COMMANDS)}", file=sys.stderr)
         return 2
     width = max(map(len, COMMANDS))
-    print("usage: verl-ext COMMAND [key=value ...]\n")
-    print("\n".join(f"  {command:<{width}}  {what}" for command, (_, what) in COMMANDS.items()))
+    print("usage: verl-ext COMMAND [key=value ...]")
+    for group, commands in GROUPS.items():
+        print(f"\n{group}")
+        print("\n".join(f"  {command:<{width}}  {what}" for command, (_, what) in commands.items()))
     print("\nverl-ext COMMAND --help lists a command's options.")
     return 0 if arguments else 2
 

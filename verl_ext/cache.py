@@ -82,7 +82,7 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None]) -> Path:
     before = _changed(note)
     try:
         if folder.exists():  # every process logs this, but only rank 0 of a run prints it
-            _logger.warning("%s is made anew: files of it are missing or have another size", folder)
+            _logger.warning("%s is made again: files of it are missing or have another size", folder)
         root.mkdir(parents=True, exist_ok=True)
         # Whoever waited for the lock finds the folder complete or a new note, unless the maker was killed.
         with FileLock(root / f"{name}.lock"):

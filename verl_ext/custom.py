@@ -31,6 +31,17 @@ def custom_object(node: str, path: str | None, name: str | None) -> Any:
     return _member(f"{node}.name", _module(f"{node}.path", str(path)), str(path), str(name))
 
 
+def names_own_class(path: Any, name: Any) -> bool:
+    """Tell whether `data.custom_cls` names a user's class, which may have keys of its own and any name.
+
+    A missing file stands for our SFTDataSet, which verl's scripts name so.
+    """
+    place, name = (str(value or "").strip("'\"") for value in (path, name))
+    if name in ("", "null") or re.match(rf"{_PACKAGE}verl_ext\b", place):
+        return False
+    return name != "SFTDataSet" or place.startswith(_PACKAGE) or os.path.isfile(_file(place))
+
+
 def named_object(key: str, value: str) -> Any:
     """Return the object that an option refers to by `module:name` or `file.py:name`.
 
@@ -63,8 +74,12 @@ __path__: list[str] = []  # so that modules may have names below this one
 sys.meta_path.append(_FileFinder())
 
 
+def _file(path: str) -> str:
+    return os.path.expanduser(path.removeprefix("file://"))
+
+
 def _module(key: str, path: str) -> ModuleType:
-    file = path.removeprefix("file://")
+    file = _file(path)
     if not path.startswith(_PACKAGE) and not os.path.isfile(file):
         raise ValueError(f"{key} must be an existing file or {_PACKAGE}module; got {path}")
     try:

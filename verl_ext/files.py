@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from verl_ext.launch.torchrun import is_running
+from verl_ext.launch.protocol import is_running
 from verl_ext.options import DataError, file_of, first_line, reason_of
 
 # Files in the output folder of a command: the report on its records, and the categories as {number: name}.
@@ -105,9 +105,14 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON to `path` atomically; create a missing folder."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text to `path` atomically; create a missing folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
-        partial.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -103,24 +103,28 @@ def _of_matrices(model: "nn.Module", text: Any, recomputes: bool) -> Iterator[fl
     """Yield each matrix's FLOPs per token; raise LookupError for unknown experts."""
     from torch import nn  # here, because the help of a plan names GPUs without torch
 
-    experts, chosen = (
-        next((value for name in names if (value := getattr(text, name, None))), None) for names in (_EXPERTS, _CHOSEN)
-    )
+    experts, chosen = next(filter(None, (getattr(text, name, None) for name in _EXPERTS)), None), chosen_experts(text)
     head: Any = model.get_output_embeddings() if recomputes else None  # type: ignore[operator]
     for path, part in model.named_modules():
         if isinstance(part, nn.Embedding):
             continue
         again = 2 if recomputes and part is not head else 0
         for name, parameter in part.named_parameters(recurse=False):
-            if parameter.ndim < 2 or name.endswith("bias"):
+            if parameter.ndim < 2 or name.endswith(("bias", "_absmax")):
                 continue
-            share = 1.0
+            share = 1.0 if parameter.is_floating_point() else 2.0  # two numbers of four bits a byte
             is_stacked = parameter.ndim == 3 and not isinstance(part, nn.Conv1d)
             if is_stacked or _EXPERT.search(path):
                 if not experts or not chosen or (is_stacked and parameter.shape[0] != experts):
                     raise LookupError(f"{path}.{name}")
-                share = chosen / experts
+                share *= chosen / experts
             yield share * parameter.numel() * ((6 if parameter.requires_grad else 4) + again)
+
+
+def chosen_experts(hf_config: Any) -> int | None:
+    """Return the experts of a layer that a token visits; None if the config names no number."""
+    text = hf_config.get_text_config()
+    return next(filter(None, (getattr(text, name, None) for name in _CHOSEN)), None)
 
 
 def head_width(text: Any) -> int:

@@ -28,10 +28,11 @@ from verl_ext.checkpoint.layout import saved_folders
 from verl_ext.config.check import batch_problem
 from verl_ext.config.compose import prepare_overrides
 from verl_ext.config.run import RayOptions, TrainerOptions
+from verl_ext.config.run_file import trainer_words
 from verl_ext.config.schema import check_keys
+from verl_ext.launch.protocol import TRAINING_FAILED, USER_ERROR, Ending
 from verl_ext.launch.ray_cluster import ray_cluster
-from verl_ext.launch.ray_nodes import FINAL, LaunchEnd, placed_nodes, ray_reason
-from verl_ext.launch.torchrun import TRAINING_FAILED, USER_ERROR
+from verl_ext.launch.ray_nodes import placed_nodes, ray_reason
 from verl_ext.options import plain
 
 _GIVEN_BACK = 15.0  # seconds until the run's own cluster gets back the resources of ended ranks
@@ -57,7 +58,7 @@ def run_on_ray(config: DictConfig, arguments: list[str]) -> int:
             f"job in a copy of the working directory; got {folder}"
         )
     nodes, per_node = trainer.nnodes, trainer.n_gpus_per_node
-    restarts, end = 0, LaunchEnd(0)
+    restarts, end = 0, Ending(code=0)
 
     # A restart may have fewer nodes, but a first start has those that the user asked for.
     def suits(count: int) -> bool:
@@ -77,21 +78,20 @@ def run_on_ray(config: DictConfig, arguments: list[str]) -> int:
             try:
                 with placed_nodes(nodes, per_node, suits, on_gpu, patience, _say) as placed:
                     if restarts:
-                        which = f"restart {restarts} of {options.max_restarts}"
-                        _say(f"{which}: {end.why}; going on from {start()} {placed}")
+                        _say(f"restart {restarts} of {options.max_restarts}: {end}; going on from {start()} {placed}")
                     end = placed.run(arguments, nodes)
             except RayError as error:
-                end = LaunchEnd(TRAINING_FAILED, f"Ray could not start the ranks ({ray_reason(error)})")
+                end = Ending(f"Ray could not start the ranks ({ray_reason(error)})")
             except ValueError as error:
                 if not restarts:
                     raise
-                _say(f"error: {end.why}, and {error}")
+                _say(f"error: {end}, and {error}")
                 return TRAINING_FAILED
             # A success, a mistake or a request to stop is final; any other end may come from a lost node.
-            if end.code in FINAL or end.is_asked:
+            if end.is_final:
                 return end.code
             if restarts == options.max_restarts:
-                _say(f"error: {end.why}; the same command goes on from {start()}")
+                _say(f"error: {end}; the same command goes on from {start()}")
                 return end.code
             restarts += 1
 
@@ -115,8 +115,8 @@ def _mistakes_in_one_line() -> Iterator[None]:
 
 def main() -> None:
     """Compose the configuration, as every rank does again; run the ranks."""
-    arguments = sys.argv[1:]
     with _mistakes_in_one_line():
+        arguments = trainer_words(sys.argv[1:])
         sys.argv[1:], _ = prepare_overrides(arguments)  # rank 0 prints the translations
 
     @hydra.main(version_base="1.3", config_path="pkg://verl_ext.conf", config_name="sft")

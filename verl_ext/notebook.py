@@ -1,7 +1,7 @@
 """Training and export from Python and notebooks, in processes of their own.
 
     verl_ext.train({…})  ─►  verl-ext train …  ─►  torchrun  ─►  the ranks
-    TrainedRun           ◄───────────────────────  the run's folder, in the file that VERL_EXT_CALLER names
+    TrainedRun           ◄───────────────────────  the run's folder, in the caller's file (launch/protocol.py)
 
 The calling process imports no torch, keeps its signal handlers and folder, and prints what the command prints. When it
 ends, the kernel of the system asks the command to end too.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.checkpoint.curves import read_curves
 from verl_ext.checkpoint.layout import BEST, METRICS, saved_folders
-from verl_ext.launch.torchrun import USER_ERROR, end_with_launcher
+from verl_ext.launch.protocol import USER_ERROR, Launcher
 from verl_ext.options import UsageError
 from verl_ext.overrides import override_words
 
@@ -118,23 +118,23 @@ def train(options: Mapping[str, Any] | Sequence[str]) -> TrainedRun:
     """
     with tempfile.TemporaryDirectory(prefix="verl-ext-") as folder:
         caller = Path(folder, "run")
-        _run(["train"], options, VERL_EXT_CALLER=str(caller))
+        _run(["train"], options, caller=str(caller))
         return TrainedRun(caller.read_text(encoding="utf-8"))
 
 
-def _run(command: Sequence[str], options: Mapping[str, Any] | Sequence[str], **environment: str) -> None:
+def _run(command: Sequence[str], options: Mapping[str, Any] | Sequence[str], caller: str | None = None) -> None:
     """Run a command of `verl-ext` to its end, and print what it prints."""
     try:
         words = override_words(options) if isinstance(options, Mapping) else [*map(str, options)]
     except ValueError as error:
         raise CommandMistake(str(error), USER_ERROR) from None
-    ours = {"PYTHONUNBUFFERED": "1", "VERL_EXT_LAUNCHER": str(os.getpid())}
+    ours = {"PYTHONUNBUFFERED": "1", **Launcher.from_environment().environment(pid=os.getpid(), caller=caller)}
     error_line, is_interrupted = "", False
     # A file, unlike a pipe, can still be written when this process is gone and the ranks save.
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [*_COMMAND, *command, *words],
-            env={**os.environ, **ours, **environment},
+            env={**os.environ, **ours},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -147,7 +147,11 @@ def _run(command: Sequence[str], options: Mapping[str, Any] | Sequence[str], **e
                     with suppress(subprocess.TimeoutExpired):
                         code = process.wait(_SECONDS)
                     # The last error is the one that ended the command.
-                    for line in _lines(output.fileno(), printed, is_whole=code is not None):
+                    size = os.fstat(output.fileno()).st_size
+                    lines = os.pread(output.fileno(), size - printed, printed).splitlines(keepends=True)
+                    if code is None and lines and not lines[-1].endswith(b"\n"):
+                        del lines[-1]  # which is not whole yet
+                    for line in lines:
                         printed += len(line)
                         text = line.decode(errors="replace")
                         print(text, end="", flush=True)
@@ -165,15 +169,9 @@ def _run(command: Sequence[str], options: Mapping[str, Any] | Sequence[str], **e
         raise kind(error_line or f"verl-ext {command[0]} ended with exit code {code}", code)
 
 
-def _lines(file: int, start: int, is_whole: bool) -> list[bytes]:
-    """Return the lines of an open file from `start` on, without an unfinished last one unless it is whole."""
-    lines = os.pread(file, os.fstat(file).st_size - start, start).splitlines(keepends=True)
-    return lines if is_whole or not lines or lines[-1].endswith(b"\n") else lines[:-1]
-
-
 def run_command() -> None:
     """Run the command that `sys.argv` names, until its caller ends."""
-    end_with_launcher()
+    Launcher.from_environment().end_with_it()
     try:
         from verl_ext.__main__ import main  # here, because an interrupt may come meanwhile
 

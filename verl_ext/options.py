@@ -161,7 +161,8 @@ class Option:
         if self.required and value in (None, "", [], {}):
             return f"{key} is required: {self.meaning}; got {spell(value)}"
         kind = typing.get_origin(self.type) or self.type
-        words, classes = _KINDS.get(kind, ("a value", object))
+        is_node = isinstance(kind, type) and issubclass(kind, Options)
+        words, classes = ("given by its keys", kind) if is_node else _KINDS.get(kind, ("a value", object))
         if value is None:
             words = f"one of {', '.join(self.choices)}" if self.choices else words
             return None if self.nullable or self.default is None else f"{key} must be {words}; got null"
@@ -233,10 +234,7 @@ def type_problems(cls: type, values: Mapping[str, Any], prefix: str, skipped: It
 
 
 def plain(config: Any) -> Any:
-    """Return a config node as plain values; other values unchanged.
-
-    Interpolations are resolved.
-    """
+    """Return a config node as plain values, its interpolations resolved; other values unchanged."""
     from omegaconf import OmegaConf  # here, because not every program that checks values uses configs
 
     return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config

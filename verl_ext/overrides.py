@@ -23,10 +23,45 @@ from omegaconf import DictConfig, OmegaConf
 
 _SPELLED = re.compile(r"_U([0-9A-F]{6})_")
 _BRACKETS = (("[", "]"), ("{", "}"))
-_QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
+_QUOTED = re.compile(r"(?s:'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")")
 _PLAIN_NAME = re.compile(rf"(?!(?i:null|true|false|inf|nan)\Z|.*{_SPELLED.pattern})[A-Za-z_]\w*", re.ASCII)
-_PLAIN = re.compile(rf"{_PLAIN_NAME.pattern}[\w./@-]*", re.ASCII)  # a text that needs no quotes
-_NAME = re.compile(rf"(?<=[{{,])\s*({_QUOTED.pattern})\s*(?=:)")  # a quoted name; Hydra allows quotes only for values
+# A text that needs no quotes: a word or a path.
+_PLAIN = re.compile(rf"(?:{_PLAIN_NAME.pattern}|(?!.*{_SPELLED.pattern})/)[\w./@-]*", re.ASCII)
+# A text in quotes: a name, if the groups beside it match. Hydra allows quotes only for values.
+_NAME = re.compile(rf"([{{,]\s*)?({_QUOTED.pattern})(\s*(?=:))?")
+# A name without quotes that Hydra would write otherwise, as it does 1e3, 0.10 and True; or a text in quotes.
+_NUMBER = re.compile(
+    rf"{_QUOTED.pattern}|(?<=[{{,])(\s*)((?!(?:0|-?[1-9]\d*|true|false|null|inf|nan)\s*:)"
+    r"(?:[+.\d-][\w+.-]*|(?i:true|false|null|inf|nan)))(?=\s*:)"
+)
+
+
+# The flags of Hydra's main function; the former take the next argument as their value.
+_VALUED_FLAGS = (
+    *("--cfg", "-c", "--package", "-p"),
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+)
+_FLAGS = (*_VALUED_FLAGS, "--resolve", "--multirun", "-m", "--run", "-r", "--info", "-i", "--hydra-help", "--version")
+
+
+def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return Hydra's flags of a command line, each with its value, and the other words.
+
+    Raises ValueError with one line for a flag of another kind, such as `--optim.lr 1e-5`.
+    """
+    flags: list[str] = []
+    others: list[str] = []
+    takes_next = False
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if not takes_next and word.startswith("-") and name not in _FLAGS:
+            if not equals:
+                following = words[number + 1 : number + 2]
+                value = following[0] if following and "=" not in following[0] else "VALUE"
+            raise ValueError(f"an override is written key=value; got {word}: write {name.lstrip('-')}={value}")
+        (flags if takes_next or word.startswith("-") else others).append(word)
+        takes_next = not takes_next and word in _VALUED_FLAGS
+    return flags, others
 
 
 @dataclass(frozen=True)
@@ -53,15 +88,18 @@ class Item:
         return f"{self.prefix}{self.key}" + ("" if self.value is None else f"={self.value}")
 
     def parsed(self) -> Any:
-        """Return the typed value with original characters; None without one."""
-        override = None if self.value is None else _parsed(str(self))
-        return restored(override.value()) if override else None
+        """Return the typed value with original characters; None without one. Raises ValueError for no override."""
+        if self.value is None:
+            return None
+        override = _parsed(_readable([str(self)], 0))
+        assert override is not None, "it is readable"
+        return restored(override.value())
 
 
 def parsed_words(words: Sequence[str]) -> list[Item]:
     """Return the overrides that the words of a command line are.
 
-    Raises ValueError with one line for the first word that is no override, has several values, or names a key of a
+    Raises ValueError with one line for the first word that is not an override, has several values, or names a key of a
     dict twice (Hydra would keep the last).
     """
     items = []
@@ -87,8 +125,8 @@ def _readable(words: Sequence[str], number: int) -> str:
     Raises:
         ValueError: If it is not an override; the line names the bracket, quote or space at fault.
     """
-    word = words[number]
-    spelled = _spelled(_NAME.sub(lambda name: _spelled(name[1][1:-1], r"[\s\S]"), word), r"[^\x00-\x7f]")
+    word = _NUMBER.sub(lambda name: name[0] if name[2] is None else name[1] + _spelled(name[2], "."), words[number])
+    spelled = _spelled(_NAME.sub(_spelled_name, word), r"[^\x00-\x7f]")
     candidates = [word, spelled]
     value = word.partition("=")[2]
     is_balanced = all(value.count(opening) == value.count(closing) for opening, closing in _BRACKETS)
@@ -116,20 +154,25 @@ def quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def override_words(options: Mapping[str, Any]) -> list[str]:
+def override_words(options: Mapping[str, Any], keeps_references: bool = False) -> list[str]:
     """Return the overrides of nested or dotted options, whose values stay as they are.
 
-    A text stays one: "1" is no number, and ${…} no reference to another key. Raises ValueError with one line for a key
-    that is given twice or is none, and for a value that no configuration holds.
+    A text stays one: "1" is not a number, and ${…} is a reference to another key only with `keeps_references`. Raises
+    ValueError with one line for a key given twice or unknown, and for a value that no configuration holds.
     """
-    words: dict[str, str] = {}
+    return [f"{key}={_written(key, value, keeps_references)}" for key, value in dotted_options(options).items()]
+
+
+def dotted_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested or dotted options by their dotted keys. Raises ValueError as :func:`override_words` does."""
+    values: dict[str, Any] = {}
     for key, value in _dotted(options):
-        if key in words:
+        if key in values:
             raise ValueError(f"{key} must be given once; got it as a nested and as a dotted key")
         if not key or re.search(r"[\s=]", key):
             raise ValueError(f"an option's key must be dotted names; got {key!r}")
-        words[key] = f"{key}={_written(key, value)}"
-    return [*words.values()]
+        values[key] = value
+    return values
 
 
 def _dotted(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -141,7 +184,7 @@ def _dotted(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def _written(key: str, value: Any) -> str:
+def _written(key: str, value: Any, keeps_references: bool) -> str:
     """Return a value in Hydra's grammar."""
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     if value is None or isinstance(value, bool):
@@ -152,15 +195,25 @@ def _written(key: str, value: Any) -> str:
         if _PLAIN.fullmatch(value):
             return value  # without quotes, since choices of groups are compared as they are written
         # OmegaConf reads a backslash as itself, but for those before ${.
-        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        text = value if keeps_references else re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
         return quoted(_SPELLED.sub(lambda match: f"_U00005F_{match[0][1:]}", text))  # the user's own, to be restored
     if isinstance(value, Mapping):
-        names = {n: n if _PLAIN_NAME.fullmatch(str(n)) else _spelled(str(n), r"[^A-Za-z]|\A.") for n in value}
-        return "{" + ",".join(f"{names[name]}:{_written(key, below)}" for name, below in value.items()) + "}"
+        pairs = (
+            f"{_written_name(str(name))}:{_written(key, below, keeps_references)}" for name, below in value.items()
+        )
+        return "{" + ",".join(pairs) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_written(key, below) for below in value) + "]"
+        return "[" + ",".join(_written(key, below, keeps_references) for below in value) + "]"
     kinds = "a text, a number, a bool, a path, None, or a list or dict of these"
     raise ValueError(f"{key} must be {kinds}; got {type(value).__name__}")
+
+
+def _written_name(name: str) -> str:
+    """Return a dict's name as a command line has it, in quotes where these suffice."""
+    if _PLAIN_NAME.fullmatch(name):
+        return name
+    can_be_quoted = name and not re.search(rf"[\\\"]|{_SPELLED.pattern}", name)
+    return f'"{name}"' if can_be_quoted else _spelled(name, r"[^A-Za-z]|\A.")
 
 
 def restored(value: Any) -> Any:
@@ -193,6 +246,13 @@ def _repeated_keys(override: str) -> list[str]:
     parser = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(override))))
     DictKeys(create_functions()).visit(parser.override())
     return repeated
+
+
+def _spelled_name(text: re.Match[str]) -> str:
+    """Return a name without its quotes, its letters escaped; any other text in quotes as it is."""
+    if text[1] is None or text[3] is None:
+        return text[0]
+    return text[1] + _spelled(text[2][1:-1], r"[\s\S]") + text[3]
 
 
 def _spelled(text: str, letters: str) -> str:

@@ -11,23 +11,29 @@ import warnings
 
 import verl_ext.cpu_platform  # noqa: F401  registers itself
 
-PACKED, CHUNKED = "verl_ext", "verl_ext_chunked"
-_MODULES = {PACKED: "verl_ext.engines.packed", CHUNKED: "verl_ext.engines.chunked"}
+PACKED, _PACKED_ENGINE = "verl_ext", "verl_ext.engines.packed"
+ARCHITECTURES = {"qwen_titans": "verl_ext.titans"}  # that transformers lacks: {model_type: the module that adds it}
 
 
-def register_engine(vendor: str = PACKED) -> None:
-    """Register this vendor's engine with its attention and models; idempotent."""
+def register_engine(module: str = _PACKED_ENGINE) -> None:
+    """Import the module that registers an engine with its attention and models; idempotent."""
     with warnings.catch_warnings():
         # verl warns about each optional engine (megatron, veomni, …) that is not installed, but none is needed here.
         warnings.filterwarnings("ignore", message=".* engine is not available")
-        importlib.import_module(_MODULES[vendor])
+        importlib.import_module(module)
 
 
-def select_engine(vendor: str = PACKED) -> None:
-    """Make this process and its Ray workers use this vendor's engine."""
+def select_engine(vendor: str = PACKED, module: str = _PACKED_ENGINE) -> None:
+    """Make this process use the engine of this vendor, which the module registers."""
     os.environ["VERL_ENGINE_VENDOR"] = vendor
-    register_engine(vendor)
+    register_engine(module)
 
 
-if os.environ.get("VERL_ENGINE_VENDOR") in _MODULES:
-    register_engine(os.environ["VERL_ENGINE_VENDOR"])
+def register_architectures() -> None:
+    """Let transformers' Auto classes open the folders of `ARCHITECTURES`."""
+    for module in ARCHITECTURES.values():
+        importlib.import_module(module)
+
+
+if os.environ.get("VERL_ENGINE_VENDOR") == PACKED:
+    register_engine()

@@ -11,8 +11,8 @@
   step's documents differ, and are the same for all: LongAlign's mixture scaled to the pack.
 - Kernel, head and optimizer are those that ran. Tokens are the documents' own. Without flash-attn transformers gives
   every layer a mask of all tokens by all tokens of a pack (`T × T mask`): no ratio is taken of such a row, or to it.
-- MFU: 6 FLOPs for each token and matrix parameter, and causal attention inside documents. docs/gpu.md has the rest of
-  it, and what is reserved and allocated; `in 80 GB` compares what is reserved.
+- MFU: 6 FLOPs for each token and matrix parameter, and causal attention inside documents. docs/guides/gpu/figures.md
+  has the rest of it, and what is reserved and allocated; `in 80 GB` compares what is reserved.
 
 TRL cannot be installed beside verl 0.9.1: `pip install --no-deps --target DIR 'trl>=1.16'`, then `trl=DIR`. Every cell
 has a process of its own. The row of a contestant that is not installed, or does not fit, says so.

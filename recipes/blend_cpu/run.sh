@@ -30,7 +30,7 @@ verl-ext index "output_dir=$run/index" overwrite=true "model.path=$run/model" \
     "sources={shakespeare:$data/shakespeare.jsonl,gsm8k:$data/gsm8k.jsonl}"
 
 say "4/5  Training on 2 ranks: 7 samples of 10 from the plays, 3 from the problems."
-NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=blend_cpu \
+NPROC_PER_NODE=2 verl-ext launch recipe=blend_cpu \
     "data.blend=[[0.7,$run/index/shakespeare],[0.3,$run/index/gsm8k]]" "data.cache_dir=$run/cache" \
     "model.path=$run/model" "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "$@"
 

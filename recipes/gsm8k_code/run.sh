@@ -32,11 +32,11 @@ for split in train val; do
 done
 
 say "4/5  Training on 2 ranks that share every pack (Ulysses)."
-NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=gsm8k_code \
+NPROC_PER_NODE=2 verl-ext launch recipe=gsm8k_code \
     "data.train_dir=$run/tokenised/train" "data.val_dir=$run/tokenised/val" "model.path=$run/model" \
     "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "$@"
 
 say "5/5  Results."
 show_run
-python "$here/../quickstart/answer.py" --checkpoints "$run/checkpoints" --ask "$data/gsm8k.val.jsonl" --max-new-tokens 96
+python "$recipes/answer.py" --checkpoints "$run/checkpoints" --ask "$data/gsm8k.val.jsonl" --max-new-tokens 96
 say "Done. Everything is in $run"

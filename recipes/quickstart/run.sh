@@ -25,11 +25,11 @@ for split in train val; do
 done
 
 say "4/5  Training on 2 ranks that share every pack (Ulysses)."
-NPROC_PER_NODE=2 "$here/../../launch/node.sh" recipe=quickstart \
+NPROC_PER_NODE=2 verl-ext launch recipe=quickstart \
     "data.train_dir=$run/tokenised/train" "data.val_dir=$run/tokenised/val" "model.path=$run/model" \
     "trainer.default_local_dir=$run/checkpoints" trainer.overwrite=true "${overrides[@]}"
 
 say "5/5  Results."
 show_run
-python "$here/answer.py" --checkpoints "$run/checkpoints" --ask "$data/arithmetic.val.jsonl"
+python "$recipes/answer.py" --checkpoints "$run/checkpoints" --ask "$data/arithmetic.val.jsonl"
 say "Done. Everything is in $run"

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.ranks import run_ranks, started_ranks
-from tests.tiny_model import write_tiny_model
-from tests.training import differences, into, small_run, tracked_step, train_alone
-from verl_ext.checkpoint.layout import changed_file, saved_folders, step_of, whole_checkpoints
+from tests.lib.ranks import run_ranks, started_ranks
+from tests.lib.tiny_model import write_tiny_model
+from tests.lib.training import differences, into, small_run, tracked_step, train_alone
+from verl_ext.checkpoint.layout import saved_folders, step_of, whole_checkpoints
 
 _PATIENCE = 120  # seconds that an attempt may take if nothing kills it
 
@@ -118,8 +118,8 @@ def _newest_whole(run: Path) -> int:
     tracked = tracked_step(run) or 0
     whole, wrong = whole_checkpoints(run)
     assert not wrong, wrong
-    assert not [changed for path in whole if (changed := changed_file(path, 0, 1))]
-    newest = step_of(whole[0]) if whole else 0
+    assert not [changed for checkpoint in whole if (changed := checkpoint.changed_file())]
+    newest = whole[0].manifest.step if whole else 0
     assert newest >= tracked, f"{run}: the tracker names {tracked}, the newest whole checkpoint is {newest}"
     return newest
 

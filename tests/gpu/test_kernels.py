@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.flash_stand_ins import register_flash_stand_ins
+from tests.lib.flash_stand_ins import register_flash_stand_ins
 from verl_ext.attention import unusable
 from verl_ext.attention.kernels import KERNELS, KernelOptions
 from verl_ext.attention.sinks import LseAttention

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.test_step import BF16, assert_close, deviation
-from tests.packed_engine import build_worker, train_step
-from tests.reference import Reference, load_eager, pack_row
-from tests.small_models import write_small_models
-from tests.test_hybrid_training import DOCUMENTS, PACKS
+from tests.gpu.deviations import BF16, assert_close, deviation
+from tests.lib.engine_steps import DOCUMENTS, PACKS
+from tests.lib.packed_engine import build_worker, train_step
+from tests.lib.reference import Reference, load_eager, pack_row
+from tests.lib.small_models import write_small_models
 from verl_ext.attention.packed import set_backend
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
-from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.collator import StepCollator
 
 # On a GPU flash-linear-attention multiplies fp32 in TF32, which has 10 bits.
 TOLERANCE = 5e-3 if find_spec("fla") else 1e-3

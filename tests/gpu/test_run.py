@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from tests.tiny_model import VOCABULARY, write_tiny_model
-from tests.tokenized_data import write_tokenized
+from tests.lib.tiny_model import VOCABULARY, write_tiny_model
+from tests.lib.tokenized_data import write_tokenized
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """A whole optimizer step on the GPU: loss, category losses and every gradient.
 
-fp32 is compared with plain Hugging Face on the same GPU, document by document (tests/reference.py), and half precision
-with the engine in fp32. Tolerances are relative: 1e-4 in fp32; in half precision 0.5 % of the loss, and 5 % of a
-parameter's gradient norm, of which rounding weights and activations to bf16 alone gives about 1 %.
+fp32 is compared with plain Hugging Face on the same GPU, document by document (tests/lib/reference.py), and half
+precision with the engine in fp32. Tolerances are relative: 1e-4 in fp32; in half precision 0.5 % of the loss, and 5 %
+of a parameter's gradient norm, of which rounding weights and activations to bf16 alone gives about 1 %.
 """
 
 import numpy as np
@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.packed_engine import build_worker, train_step
-from tests.ranks import run_ranks
-from tests.reference import Document, Reference, load_eager, pack_row
-from tests.tiny_model import VOCABULARY, write_tiny_model
+from tests.gpu.deviations import BF16, assert_close, deviation
+from tests.lib.packed_engine import build_worker, train_step
+from tests.lib.ranks import run_ranks
+from tests.lib.reference import Document, Reference, load_eager, pack_row
+from tests.lib.tiny_model import VOCABULARY, write_tiny_model
 from verl_ext.attention import unusable
 from verl_ext.attention.packed import set_backend
 from verl_ext.data import CategoryTable
 from verl_ext.losses import LossSpec
-from verl_ext.trainer.batch import StepCollator
+from verl_ext.trainer.collator import StepCollator
 from verl_ext.trainer.loss import StepLoss
 
 CATEGORIES = CategoryTable((1, 2), ("code", "chat"))
 LENGTHS = ((700, 1, 90), (33, 260, 5), (512,), (2, 2, 300))
-BF16 = ("engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype:fp32}",)
 FP16 = ("engine.mixed_precision={param_dtype:fp16,reduce_dtype:fp32,buffer_dtype:fp32}",)
 CASES = {
     "bf16": BF16,
@@ -76,20 +76,6 @@ def step(model: str, overrides=(), head: str = "fused", backend: str = "auto", m
 @pytest.fixture(scope="module")
 def in_fp32(model, one_rank):
     return step(model, backend="sdpa")
-
-
-def assert_close(found, want, loss: float, gradient: float) -> None:
-    for name, value in want.report.items():
-        assert found.report[name] == pytest.approx(value, rel=loss), name
-    assert found.grad_norm == pytest.approx(want.grad_norm, rel=gradient)
-    assert found.gradients.keys() == want.gradients.keys()
-    for name, truth in want.gradients.items():
-        off = deviation(found.gradients[name], truth)
-        assert off < gradient, f"{name} is off by {off:.1e} of its norm"
-
-
-def deviation(value: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((value.double() - truth.double()).norm() / truth.double().norm())
 
 
 @pytest.mark.parametrize("mode", ["token", "sequence", "longwriter"])

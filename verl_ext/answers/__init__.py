@@ -1,6 +1,6 @@
 """Evaluation by answers: prompts, answers, and their scores.
 
-    file or tokenized folder ──prompts──► Prompt ──generation or server──► text ──scores──► a number ≥ 0
+    file or tokenized folder ──prompts──► Prompt ──generation──► text ──scores──► a number ≥ 0
 
 The trainer shares prompts among ranks and logs the mean scores (verl_ext.trainer.answers).
 """

@@ -29,8 +29,8 @@ class Sampling:
     Attributes:
         max_new_tokens: the most tokens of an answer.
         stops: the tokens that end an answer.
-        temperature: 0 takes the likeliest token.
-        top_p: tokens are drawn from the likeliest ones with this total probability.
+        temperature: 0 takes the most likely token.
+        top_p: tokens are drawn from the most likely ones with this total probability.
         seed: the seed of the draws.
         is_stopped: tells after each token whether nobody waits for the answers any more.
     """
@@ -114,11 +114,15 @@ def _model_as_loaded(module: Any, generation_config: GenerationConfig) -> Iterat
     model = module.get_base_model() if hasattr(module, "get_base_model") else module
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     packed = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == PACKED_ATTENTION]
+    # The router loss of a batch: its mask and its routers' tokens do not fit together while a cache is read.
+    routed = [c for c in configs.values() if getattr(c, "output_router_logits", False)]
     before, forward = model.generation_config, vars(model).get("forward")
     for config in packed:
         softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)  # which sdpa does not apply
         has_sdpa = getattr(model, "_supports_sdpa", False) and not softcap
         config._attn_implementation_internal = "sdpa" if has_sdpa else "eager"
+    for config in routed:
+        config.output_router_logits = False
     model.generation_config = generation_config
     if module is not model:
         model.forward = _through(module, model)
@@ -127,6 +131,8 @@ def _model_as_loaded(module: Any, generation_config: GenerationConfig) -> Iterat
     finally:
         for config in packed:
             config._attn_implementation_internal = PACKED_ATTENTION
+        for config in routed:
+            config.output_router_logits = True
         model.generation_config = before
         if module is not model:
             del model.forward

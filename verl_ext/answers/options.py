@@ -16,7 +16,7 @@ class AnswerOptions(Options):
 
     prompts: Any = option(
         None,
-        "chats whose last answer is generated, or texts that are gone on with: files or folders of records, a "
+        "chats whose last answer is generated, or texts to continue: files or folders of records, a "
         "tokenized folder, or {category: files}; null: none",
     )
     freq: int | None = option(None, "steps between two evaluations by answers; null: only at the end", least=1)
@@ -36,33 +36,19 @@ class AnswerOptions(Options):
         None, "day that the template prints as today's; null: that of the training data, or else the day of the run"
     )
     max_new_tokens: int = option(256, "maximum number of tokens of an answer", least=1)
-    temperature: float = option(0.0, "sampling temperature; 0: always the likeliest token", least=0)
-    top_p: float = option(1.0, "total probability of the likeliest tokens to sample from", above=0, most=1)
+    temperature: float = option(0.0, "sampling temperature; 0: always the most likely token", least=0)
+    top_p: float = option(1.0, "total probability of the most likely tokens to sample from", above=0, most=1)
     batch_size: int = option(8, "prompts that a rank answers at a time", least=1)
     table_rows: int = option(8, "number of answers in answers.jsonl and in the trackers' tables", least=0)
-    base_url: str | None = option(
-        None, "OpenAI-compatible server that answers in the model's place, e.g. http://localhost:8000/v1"
-    )
-    model: str | None = option(None, "the model's name on that server; null: the only model that it serves")
-
-    @property
-    def asks_model(self) -> bool:
-        """Tell whether the model in training generates the answers."""
-        return self.prompts is not None and self.base_url is None
 
     def problems(self) -> Iterable[str | None]:
-        """Check the score, the server's address, and options that need each other."""
+        """Check the score, and options that need each other."""
         try:
             scorer(self.score)
         except ValueError as error:
             yield str(error)
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            yield f"eval.base_url must begin with http:// or https://; got {spell(self.base_url)}"
-        for name in ("freq", "base_url"):
-            if self.prompts is None and (value := getattr(self, name)) is not None:
-                yield f"eval.prompts is required with eval.{name}={value}; got null"
-        if self.model is not None and self.base_url is None:
-            yield f"eval.base_url is required with eval.model={self.model}; got null"
+        if self.prompts is None and self.freq is not None:
+            yield f"eval.prompts is required with eval.freq={self.freq}; got null"
         if self.prompts is not None and not _are_paths(self.prompts):
             yield f"eval.prompts must be a path, a list of paths or {{category: paths}}; got {spell(self.prompts)}"
 
@@ -70,6 +56,5 @@ class AnswerOptions(Options):
 def _are_paths(value: Any) -> bool:
     if isinstance(value, dict):
         return bool(value) and all(not isinstance(paths, dict) and _are_paths(paths) for paths in value.values())
-    return (isinstance(value, str) and bool(value)) or (
-        isinstance(value, list) and bool(value) and all(isinstance(path, str) and path for path in value)
-    )
+    paths = value if isinstance(value, list) else [value]
+    return bool(paths) and all(isinstance(path, str) and path for path in paths)

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,16 +22,15 @@ import numpy as np
 
 from verl_ext.answers.generation import end_tokens
 from verl_ext.answers.options import AnswerOptions
-from verl_ext.answers.scores import BUILT_IN
-from verl_ext.data.arrow import TokenizedData
-from verl_ext.files import REPORT
+from verl_ext.answers.scores import expected_problem
+from verl_ext.data.tokenized.arrow import TokenizedData
+from verl_ext.data.tokenized.reports import read_report
 from verl_ext.options import DataError, UsageError, options_of
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import file_name, find_source_files, without_compression
-from verl_ext.text.records.messages import Message
 from verl_ext.text.records.records import category_of
 
 _KEY = "eval.prompts"
@@ -46,12 +45,11 @@ class Prompt:
 
     Attributes:
         ids: the tokens of the prompt, with the template's generation prompt.
-        expected: the text of the answer in the data; None for a text that is gone on with, which has no score.
+        expected: the text of the answer in the data; None for a text that is continued, which has no score.
         category: the category whose metric includes the score.
         record: the input of a user's own scorer: the record of the file, or the texts of a tokenized document.
         place: the place in the data, for messages.
-        messages, tools, template_kwargs: the request to a server; no messages for a tokenized document or a text,
-            whose tokens the server gets.
+        question: the last user message; None for a tokenized document or a text.
     """
 
     ids: Sequence[int]
@@ -59,9 +57,7 @@ class Prompt:
     category: str
     record: Mapping[str, Any] = field(default_factory=dict)
     place: str = ""
-    messages: list[Message] | None = None
-    tools: list[Any] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    question: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Prompts:
         paths, encoder = options.prompts, None
         paths = [paths] if isinstance(paths, str) else paths
         if isinstance(paths, list) and any(_is_tokenized(path) for path in paths):
-            prompts = _documents([os.path.expanduser(path) for path in paths], tokenizer)
+            prompts = _documents([os.path.expanduser(path) for path in paths], options, tokenizer)
         else:
             encoder = _encoder(options, tokenizer, folders)
             prompts = _records(paths, options, encoder)
@@ -114,13 +110,11 @@ def _is_tokenized(path: str) -> bool:
 def _encoder(options: AnswerOptions, tokenizer: Any, folders: Sequence[str]) -> ChatEncoder:
     """Return the encoder of the training data, changed by the options."""
     training: dict[str, Any] = {}
-    for folder in folders:
-        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-            report = json.loads(Path(folder, REPORT).read_text(encoding="utf-8"))
-            values = {name: value for name, value in report["options"].items() if name in options_of(ChatOptions)}
-            if "turns" in values:  # not a folder of texts
-                training = values
-                break
+    for report in map(read_report, folders):
+        values = {name: value for name, value in report["options"].items() if name in options_of(ChatOptions)}
+        if "turns" in values:  # not a folder of texts
+            training = values
+            break
     shared = {name: getattr(options, name) for name in _SHARED if getattr(options, name) is not None}
     values = {**training, **shared, "model": {"path": tokenizer.name_or_path}, "turns": "last"}
     with _keys_of_eval():
@@ -171,14 +165,13 @@ def _of_record(
     if chat is None:
         return Prompt(ids, None, category, record, place)
     expected = chat.messages[last]["content"]
-    if options.score in BUILT_IN and not expected.strip():
-        raise BadRecord("empty", f"the last assistant turn has no words that eval.score={options.score} compares")
-    kwargs = {**encoder.options.apply_chat_template_kwargs, **chat.template_kwargs}
-    messages = chat.with_argument_texts().messages[:last]  # as servers take them
-    return Prompt(ids, expected, category, record, place, messages, chat.tools, kwargs)
+    if problem := expected_problem(options.score, expected):
+        raise BadRecord("empty", problem)
+    asked = (message["content"] for message in reversed(chat.messages[:last]) if message["role"] == "user")
+    return Prompt(ids, expected, category, record, place, next(asked, None))
 
 
-def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int | None]]:
+def _documents(folders: list[str], options: AnswerOptions, tokenizer: Any) -> Iterator[tuple[Prompt, int | None]]:
     """Yield tokenized documents' prompts, and answers' special last tokens or None."""
     data = TokenizedData(folders, _KEY)
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
@@ -194,6 +187,8 @@ def _documents(folders: list[str], tokenizer: Any) -> Iterator[tuple[Prompt, int
         category = data.category_names.get(number, str(number) if number else "")
         answer = ids[first : targets[-1] + 1].tolist()
         prompt, expected = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:first], answer))
+        if problem := expected_problem(options.score, expected):
+            raise DataError(f"{_KEY} must hold documents with an answer; row {row} of {folders[0]}: {problem}")
         record = {"prompt": prompt, "answer": expected, "category": category}
         yield (
             Prompt(ids[:first].tolist(), expected, category, record, f"row {row}"),

@@ -7,7 +7,7 @@
 | `contains` | it contains the expected answer, in upper or lower case |
 
 The number of a text is the first one after its last `####`, as in GSM8K, or else its last one; 1,234.50 is 1234.5. A
-model's reasoning is not part of its answer (verl_ext.endpoint.reasoning), for a function of the user's own either.
+model's reasoning is not part of its answer (verl_ext.text.records.reasoning), for a function of the user's own either.
 """
 
 import math
@@ -17,8 +17,8 @@ from decimal import Decimal
 from typing import Any
 
 from verl_ext.custom import named_object
-from verl_ext.endpoint.reasoning import split_reasoning
 from verl_ext.options import choice_problem, first_line, refuse
+from verl_ext.text.records.reasoning import split_reasoning
 
 Scorer = Callable[[Mapping[str, Any], str | None, str], float | None]  # (record, expected answer or None, answer)
 
@@ -67,6 +67,14 @@ def scorer(name: str) -> Scorer:
         return score
 
     return by_user
+
+
+def expected_problem(score: str, expected: str) -> str | None:
+    """Return why `eval.score` cannot compare any answer with an expected one, or None."""
+    text, needs = _without_thought(expected), "number" if score == "number" else "words"
+    if score not in BUILT_IN or (text.strip() and (needs == "words" or number_of(text) is not None)):
+        return None
+    return f"the last assistant turn has no {needs} that eval.score={score} compares"
 
 
 def _without_thought(text: str) -> str:

@@ -17,7 +17,7 @@ GROUP_BYTES = 2**30  # most bytes, in fp32, of the query heads of one kernel cal
 def by_groups_of_heads(kernel: KernelFunction, group_bytes: int = GROUP_BYTES) -> KernelFunction:
     """Run the kernel over groups of query heads within `group_bytes` in fp32.
 
-    If all heads together are no larger than `group_bytes`, there is one call.
+    If all heads together are at most `group_bytes`, there is one call.
     """
 
     def grouped(

@@ -4,7 +4,8 @@ adapter_config.json + adapter_model.safetensors  ──┐
 the base model, a folder or a name of the Hub    ──┴─►  PEFT merges  ──►  model.safetensors, config, tokenizer
 """
 
-import re
+import copy
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +15,16 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer
 
-from verl_ext.checkpoint.export import copy_missing, write_weights
+from verl_ext.checkpoint.export import NF4_FACTS, base_of, convert, dtypes_of, write_weights
 from verl_ext.checkpoint.layout import EXPORT_MARKER
+from verl_ext.checkpoint.source import GENERATION, copy_missing, folder_of, plain_model, source_dtype
+from verl_ext.checkpoint.untrained import Untrained
+from verl_ext.config.adapter_weights import adapter_differences, tables_of
 from verl_ext.engines.new_rows import embeddings_and_head
+from verl_ext.engines.nf4_reading import round_to_nf4
 from verl_ext.files import OutputFolder, write_json
-from verl_ext.layers.towers import auto_class
+from verl_ext.layers.towers import auto_class, without_code
 from verl_ext.options import DataError, first_line
-
-# What PEFT's files add to the names of embeddings and head that lie among the adapters.
-_TABLE = r"base_model\.model\.({})(\.(token_adapter\.)?base_layer|\.modules_to_save|\.original_module)?\.weight"
 
 
 def merge_adapter_folder(
@@ -30,9 +32,10 @@ def merge_adapter_folder(
     base: str,
     output_dir: str,
     overwrite: bool = False,
-    dtype: str = "saved",
+    dtype: str = "source",
     shard_gb: float = 5.0,
     trust_remote_code: bool = False,
+    base_form: str = "dequantized",
 ) -> str:
     """Merge adapters into their base; return a line about it.
 
@@ -43,56 +46,87 @@ def merge_adapter_folder(
     """
     transformers.utils.logging.set_verbosity_error()
     try:
-        model, tokenizer = _merged_model(folder, base, "auto" if dtype == "saved" else dtype, trust_remote_code)
+        nf4 = _nf4_facts(Path(folder))
+        is_rounded = bool(nf4) and base_form == "dequantized"
+        model, tokenizer, untrained = _merged_model(folder, base, dtype, trust_remote_code, nf4 if is_rounded else {})
     except (OSError, ValueError, LookupError, RuntimeError) as error:
         raise DataError(f"checkpoint must hold adapters that PEFT merges into {base}: {first_line(error)}") from error
     with OutputFolder(output_dir, overwrite) as output:
         tokenizer.save_pretrained(output.path)
+        copy_missing(folder_of(base), output.path, [GENERATION])
         write_weights(model, output.path, shard_bytes=int(shard_gb * 1e9))
-        for place in (Path(folder), Path(base)):
+        if untrained is not None:
+            untrained.copy(output.path, shard_bytes=int(shard_gb * 1e9))
+        for place in (Path(folder), folder_of(base)):
             copy_missing(place, output.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        write_json(output.path / EXPORT_MARKER, {"adapter": folder, "base": base, "form": "merged"})
+        write_json(output.path / EXPORT_MARKER, {"adapter": folder, "base": base, "form": "merged", **nf4})
         output.publish()
-    return f"{folder} in {base}: {parameters:,} parameters in {model.dtype}, written to {output_dir}"
+    about = f", {base_of(nf4, 'merged', base_form)}" if nf4 else ""
+    return f"{folder} in {base}: {parameters:,} parameters in {model.dtype}{about}, written to {output_dir}"
 
 
-def _merged_model(folder: str, name: str, dtype: str, trusted: bool) -> tuple[Any, Any]:
-    """Return the plain model and the tokenizer that adapters were trained with."""
-    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights  # heavy, and needed with adapters only
+def _nf4_facts(folder: Path) -> dict[str, Any]:
+    """Return what an adapter folder of this project says of a base in NF4; {} for others."""
+    file = folder / EXPORT_MARKER
+    facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {name: facts[name] for name in NF4_FACTS if facts.get(name)}
 
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
-    model = auto_class(config).from_pretrained(name, dtype=dtype, trust_remote_code=trusted)
+
+def _merged_model(
+    folder: str, name: str, dtype: str, trusted: bool, nf4: Mapping[str, Any]
+) -> tuple[Any, Any, Untrained | None]:
+    """Return the merged model, the adapters' tokenizer, and the tensors that the class does not load."""
+    from peft import PeftConfig, PeftModel, load_peft_weights  # heavy, and needed with adapters only
+
+    config = without_code(AutoConfig.from_pretrained(name, trust_remote_code=trusted), trusted)
+    options = {"config": copy.deepcopy(config), "dtype": torch.float32, "trust_remote_code": trusted}
+    model = auto_class(config).from_pretrained(name, **options)
+    config.dtype = getattr(torch, dtype, source_dtype(config, name))
+    plain = plain_model(config, trusted)
+    untrained = Untrained.of_source(name, model, lambda: plain, ())
     has_tokenizer = (Path(folder) / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(folder if has_tokenizer else name, trust_remote_code=trusted)
     saved = load_peft_weights(folder, device="cpu")
-    tables = _with_rows_of(model, saved)
+    lora: Any = PeftConfig.from_pretrained(folder)
+    tables = _with_rows_of(model, saved, lora)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # missing tensors, below an error; and what is merged at once
-        adapted = PeftModel.from_pretrained(model, folder)
-        needed = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-        if other := sorted((needed ^ saved.keys()) - (tables - needed)):
-            what = "is missing" if other[0] in needed else "is of no layer"
-            raise ValueError(f"{other[0]} {what}")
+        if nf4:
+            round_to_nf4(model, nf4.get(NF4_FACTS[1], False), lora.modules_to_save or ())
+        adapted = PeftModel.from_pretrained(model, folder, ignore_mismatched_sizes=True)  # told below
+        if difference := next(adapter_differences(adapted, saved, tables), None):
+            raise ValueError(f"the folder {difference}")
         _untie_adapted(adapted)
-        return adapted.merge_and_unload(), tokenizer
+        merged = adapted.merge_and_unload()  # in fp32, so that sums are rounded and not their terms
+    if told := convert(merged, dtypes_of(plain), plain.config.dtype, torch.empty):
+        raise ValueError(f"dtype must hold the weights; got {dtype}: {told}")
+    return merged, tokenizer, untrained
 
 
-def _with_rows_of(model: Any, saved: Mapping[str, torch.Tensor]) -> set[str]:
+def _with_rows_of(model: Any, saved: Mapping[str, torch.Tensor], peft_config: Any) -> dict[str, str]:
     """Give a base the adapters' rows of embeddings and head.
 
-    Returns the keys of these. Raises ValueError if one of both lacks its rows of new tokens, which are in no file then.
+    Returns the result of :func:`tables_of`. Raises ValueError if one of both lacks its rows of new tokens, which are in
+    no file then.
     """
     weights: dict[str, Any] = {name: model.get_submodule(name).weight for name in embeddings_and_head(model)}
-    pattern = re.compile(_TABLE.format("|".join(map(re.escape, weights))))
-    tables = {key: match[1] for key in saved if (match := pattern.fullmatch(key))}
-    before, rows = len(weights[next(iter(weights))]), max((len(saved[key]) for key in tables), default=0)
-    if tables and rows != before:
-        here = {id(weights[name]) for name in tables.values()}
+    tables = tables_of(model, saved)
+    before, named = len(weights[next(iter(weights))]), {*tables.values()}
+    rows = max((len(saved[key]) for key in tables), default=before)
+    # Adapters that train rows hold these alone, of the embeddings if they name no part.
+    trained = getattr(peft_config, "trainable_token_indices", None) or {}
+    trained = trained if isinstance(trained, dict) else {next(iter(weights)): trained}
+    if not tables:
+        rows = max([before, *(1 + row for of_part in trained.values() for row in of_part)])
+        whole = [part for part, of_part in trained.items() if {*range(before, rows)} <= {*of_part}]
+        named = {name for name in weights for part in whole if f".{name}".endswith(f".{part}")}
+    if rows != before:
+        here = {id(weights[name]) for name in named}
         if rows > before and (lacking := [name for name, weight in weights.items() if id(weight) not in here]):
             raise ValueError(f"{lacking[0]} lacks the rows of new tokens")
         model.resize_token_embeddings(rows, mean_resizing=False)
-    return {*tables}
+    return tables
 
 
 def _untie_adapted(adapted: Any) -> None:

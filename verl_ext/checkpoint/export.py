@@ -7,13 +7,12 @@ memory-mapped files and merges there; transformers writes the shards. So the wei
 no GPU is needed.
 """
 
-import copy
 import json
 import os
-import re
 import shutil
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,29 +20,29 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
 from verl_ext.checkpoint import layout
 from verl_ext.checkpoint.card import CARD, model_card
 from verl_ext.checkpoint.identity import BASE
+from verl_ext.checkpoint.source import GENERATION, ExportFiles, plain_model
 from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
+from verl_ext.checkpoint.untrained import Untrained
 from verl_ext.config.adapters import with_adapters
 from verl_ext.config.weights import digest_of_weights
-from verl_ext.data.chats import TrainedChats
 from verl_ext.engines.new_rows import add_rows
+from verl_ext.engines.nf4 import dequantized
+from verl_ext.engines.nf4_reading import round_to_nf4
+from verl_ext.engines.sharding import fp32_names
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
-from verl_ext.layers.towers import auto_class
+from verl_ext.layers.towers import auto_class, without_code
 from verl_ext.options import DataError, first_line
+from verl_ext.plugin import register_architectures
 
-_GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
-# Files of a tokenizer that transformers does not write anew, but other programs read; the second ones lack new tokens.
-_OF_TOKENIZER = ("*.model", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
-_OF_ADDED = ("added_tokens.json", "special_tokens_map.json")
+NF4_FACTS = ("model.quantization", "model.quantization_nested")  # of checkpoints and exports
 # Files of an export that belong to merged weights, not to adapters.
-_OF_WEIGHTS = ("model*.safetensors*", "config.json", _GENERATION, "*.py")
+_OF_WEIGHTS = ("model*.safetensors*", "config.json", GENERATION, "*.py")
 
 
 class Export:
@@ -52,87 +51,36 @@ class Export:
     With `hf_model` in `checkpoint.save_contents` they include the weights, whole in the host memory of rank 0.
     """
 
-    def __init__(self, engine: Any, chats: TrainedChats) -> None:
-        """Collect the files, given the form of the training chats; collective."""
-        self.engine, self.chats = engine, chats
+    def __init__(self, engine: Any, files: ExportFiles | None) -> None:
+        """Collect the weights; collective. files: those beside the weights, on rank 0."""
+        self.engine, self.files = engine, files
         self.tensors: dict[str, torch.Tensor] | None = None
         if engine.checkpoint_manager.should_save_hf_model:
             self.tensors = _gathered_tensors(engine)
-            # Built here, because transformers meanwhile changes torch's default dtype, which all threads share.
-            self.model = plain_model(engine.module.config, engine.model_config.trust_remote_code)
-            if engine._is_lora:
-                self.model = with_adapters(self.model, engine.module.peft_config["default"])
+            if files is not None:
+                # Built here, because transformers meanwhile changes torch's default dtype, which all threads share.
+                self.model = plain_model(files.config, engine.model_config.trust_remote_code)
+                self.dtypes = dtypes_of(self.model)
+                if engine._is_lora:
+                    self.model = with_adapters(self.model, engine.module.peft_config["default"])
 
-    def write(self, folder: Path) -> None:
-        """Write config, tokenizer, remote code and the weights; on rank 0 alone."""
-        engine, config = self.engine, copy.deepcopy(self.engine.module.config)
-        folder.mkdir(parents=True, exist_ok=True)
-        module = engine.module.get_base_model() if engine._is_lora else engine.module
-        if code := [cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers_modules.")]:
-            custom_object_save(code[0], folder)  # not of FSDP2's own class around it
-            config.auto_map = {name: str(at).rpartition("--")[2] for name, at in config.auto_map.items()}
-        config.save_pretrained(folder)
-        processor = engine.checkpoint_manager.processing_class
-        if processor is not None:
-            processor.save_pretrained(folder)
-        if self.chats.template is not None:
-            (folder / _TEMPLATE).write_text(self.chats.template, encoding="utf-8")
-        options = engine.model_config
-        files = _OF_TOKENIZER if getattr(options, "new_pieces", {}) else (*_OF_TOKENIZER, *_OF_ADDED)
-        copy_missing(Path(options.local_tokenizer_path or options.local_path), folder, files)
-        copy_missing(Path(options.local_path), folder)
-        tokenizer = getattr(processor, "tokenizer", processor)
-        _write_generation_config(options.local_hf_config_path, config, tokenizer, self.chats.ends, folder)
+    def write(self, checkpoint: Path) -> None:
+        """Write the files into a checkpoint's folder; on rank 0 alone."""
+        assert self.files is not None, "rank 0 has them"
+        folder, untrained = checkpoint / layout.EXPORT, self.files.untrained
+        self.files.write(folder)
+        if untrained is not None:
+            untrained.write(checkpoint)
         if self.tensors is not None:
             disable_progress_bar()  # A thread's bar would wait for the lock that training's bar shares.
-            write_weights(filled(self.model, self.tensors), folder)
-
-
-def copy_missing(source: Path, folder: Path, patterns: Sequence[str] = ()) -> None:
-    """Copy files of `patterns`, and a processor's, that an export lacks."""
-    has_template = any(folder.glob("chat_template*"))
-    # verl may not load a processor, so that its files are copied as they are.
-    for pattern in (*patterns, "*processor_config.json", *(() if has_template else ("chat_template*",))):
-        for file in source.glob(pattern):
-            if file.is_file() and not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
-
-
-def _write_generation_config(source: str, config: Any, tokenizer: Any, ends: Sequence[str], folder: Path) -> None:
-    """Write the source's generation config with the ends of trained turns.
-
-    Without a source, nothing is written for a model whose turns end as its config says.
-    """
-    path = cached_file(
-        source,
-        _GENERATION,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    # Keep the source's sampling settings: training knows only the end tokens.
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            path = None  # transformers cannot read it either
-    # An end is one token id, and an ordinary token would also stop plain text.
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder} if tokenizer is not None and ends else ()
-    encoded = [tokenizer(end, add_special_tokens=False)["input_ids"] for end in ends] if special else []
-    trained = [ids[0] for ids in encoded if len(ids) == 1 and ids[0] in special]
-    # The model's own end tokens stay, because a list in this file replaces those of its config.
-    before = values.get("eos_token_id")
-    for holder in (config.get_text_config(), tokenizer):
-        before = getattr(holder, "eos_token_id", None) if before is None else before
-    stops = before if isinstance(before, list) else [] if before is None else [before]
-    if new := [token for token in trained if token not in stops]:
-        if path is None:
-            values = GenerationConfig.from_model_config(config).to_diff_dict()
-            values.pop("_from_model_config", None)  # with it, generate() would take the config's end token again
-        values["eos_token_id"] = [*stops, *new]
-    if path is not None or new:
-        write_json(folder / _GENERATION, values)
+            if hasattr(self.model, "peft_config"):
+                self.tensors = {name: tensor.float() for name, tensor in dequantized(self.tensors)}
+            model = filled(self.model, self.tensors)
+            if told := convert(model, self.dtypes, self.files.config.dtype, torch.empty):
+                print(f"warning: {folder}: {told}", file=sys.stderr, flush=True)
+            write_weights(model, folder)
+            if untrained is not None:
+                untrained.copy(folder)
 
 
 def _gathered_tensors(engine: Any) -> dict[str, torch.Tensor]:
@@ -143,12 +91,6 @@ def _gathered_tensors(engine: Any) -> dict[str, torch.Tensor]:
     if engine._is_offload_param:
         offload_fsdp_model_to_cpu(engine.module)
     return tensors
-
-
-def plain_model(config: Any, trusted: bool = False) -> Any:
-    """Build a config's model on the meta device; `trusted` allows its code."""
-    with torch.device("meta"):
-        return auto_class(config).from_config(config, trust_remote_code=trusted)
 
 
 def filled(model: Any, tensors: dict[str, torch.Tensor], merges: bool = True) -> Any:
@@ -178,7 +120,7 @@ def filled(model: Any, tensors: dict[str, torch.Tensor], merges: bool = True) ->
     written = model.state_dict() if merges else {n: p for n, p in model.named_parameters() if p.requires_grad}
     missing = sorted(name for name, tensor in written.items() if tensor.is_meta)
     if unknown or missing:
-        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is none of them"
+        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is not one of them"
         raise ValueError(f"the weights of {_name(model)} must be whole; {what}")
     return _merged(model) if merges and hasattr(model, "peft_config") else model
 
@@ -208,13 +150,22 @@ def _merged(model: Any) -> Any:
 
 def write_weights(model: Any, folder: Path, shard_bytes: int = 5 * 10**9) -> None:
     """Write a model's weights like plain transformers, beside its other files."""
-    generation = folder / _GENERATION
-    kept = generation.read_bytes() if generation.is_file() else None
+    generation = folder / GENERATION
+    content = generation.read_bytes() if generation.is_file() else None
+    _set_dtype(model.config, model.dtype)
     with write_errors(folder):
         model.save_pretrained(folder, max_shard_size=shard_bytes)
-        if kept is not None:
-            generation.write_bytes(kept)  # transformers writes one made of the config
+        # transformers writes one made of the config
+        generation.unlink(missing_ok=True) if content is None else generation.write_bytes(content)
     follow_umask(folder)
+
+
+def _set_dtype(config: Any, dtype: torch.dtype) -> None:
+    """Set the dtype of a config and of its parts, as transformers does when it reads weights."""
+    config.dtype = dtype
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            _set_dtype(part, dtype)
 
 
 def adapter_config(module: Any) -> dict[str, Any]:
@@ -228,11 +179,12 @@ def export_checkpoint(
     output_dir: str,
     overwrite: bool = False,
     base: str | None = None,
-    dtype: str = "saved",
+    dtype: str = "source",
     shard_gb: float = 5.0,
     form: str = "merged",
     trust_remote_code: bool = False,
     license_name: str | None = None,
+    base_form: str = "dequantized",
 ) -> str:
     """Export a checkpoint for transformers or PEFT; return a line about it.
 
@@ -241,7 +193,7 @@ def export_checkpoint(
     Raises:
         DataError: If the checkpoint or its base cannot be used, with one line.
     """
-    import verl_ext.models.qwen_titans  # noqa: F401  (its Auto classes)
+    register_architectures()
 
     transformers.utils.logging.set_verbosity_error()
     # Compare sizes and checksums first: a damaged checkpoint must not become a model.
@@ -251,47 +203,60 @@ def export_checkpoint(
         # Read the tensors into files on the output's disk, because the host's memory may not hold the model.
         mapped = partial(_mapped, output.path / "mapped")
         try:
-            model = _saved_model(checkpoint, manifest, base, dtype, merges, trust_remote_code, mapped)
+            model = _saved_model(checkpoint, manifest, base, dtype, merges, trust_remote_code, mapped, base_form)
         except ValueError as error:
             raise DataError(" ".join(str(error).split())) from error
-        # The checkpoint's own export brings tokenizer and config; the weights are written anew below.
+        # The checkpoint's own export brings tokenizer and config; the weights are written below.
         left = shutil.ignore_patterns("model*.safetensors*", *(() if merges else _OF_WEIGHTS))
         shutil.copytree(checkpoint / layout.EXPORT, output.path, dirs_exist_ok=True, ignore=left)
         written = [p for p in model.parameters() if merges or p.requires_grad]
         if merges:
-            write_weights(model, output.path, shard_bytes=int(shard_gb * 1e9))
+            write_weights(model, output.path, shard_bytes := int(shard_gb * 1e9))
+            if (untrained := Untrained.from_checkpoint(checkpoint)) is not None:
+                own = None if dtype in ("source", "saved") else getattr(torch, dtype)
+                sources = [*([] if base is None else [base]), untrained.path, str(checkpoint / layout.EXPORT)]
+                untrained.copy(output.path, sources, own, shard_bytes)
         else:
             with write_errors(output.path):
                 model.save_pretrained(output.path, save_embedding_layers=False)
             follow_umask(output.path)
         parameters = sum(parameter.numel() for parameter in written)
         facts = {"checkpoint": checkpoint.name, "step": manifest.step, "form": form, "parameters": parameters}
+        facts |= (nf4 := {name: value for name, value in manifest.facts.items() if name in NF4_FACTS and value})
         write_json(output.path / layout.EXPORT_MARKER, facts)
         size = f"{parameters:,} {'parameters' if merges else 'parameters of adapters'} in {written[0].dtype}"
+        if nf4:
+            size += f", {base_of(nf4, form, base_form)}"
         card = model_card(checkpoint.parent, manifest.step, form, size, license_name)
         (output.path / CARD).write_text(card, encoding="utf-8")
         output.publish()
     return f"step {manifest.step}: {size}, written to {output_dir}"
 
 
+def base_of(nf4: Mapping[str, Any], form: str, base_form: str) -> str:
+    """Say what a base in NF4 is in an export. nf4: the facts of its run that are in :data:`NF4_FACTS`."""
+    nested = " with nested scales" if nf4.get(NF4_FACTS[1]) else ""
+    if form == "adapter":
+        return f"for a base in bitsandbytes' NF4{nested}, on which they were trained"
+    of_training = f"the numbers of NF4{nested} on which the adapters were trained"
+    return (
+        f"merged into {of_training if base_form == 'dequantized' else f'the original weights, not into {of_training}'}"
+    )
+
+
 def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
     """Return a whole checkpoint and its manifest, or raise DataError."""
     checkpoint = (layout.saved_folders(checkpoint) or [checkpoint])[-1]
     try:
-        manifest = layout.Manifest.from_folder(checkpoint)
+        whole = layout.Checkpoint.read(checkpoint, needed=("model",))
     except layout.Damaged as error:
         must = "checkpoint must be whole, or hold global_step_N folders"
         raise DataError(f"{must}; got {checkpoint}: {error}") from error
     except ValueError as error:
         raise DataError(str(error)) from error
-    if not manifest.elastic:
-        raise DataError(
-            f"checkpoint must hold its tensors in {STATE}/; got {checkpoint}, whose files of verl's own form "
-            "python -m verl.model_merger merge --backend fsdp reads"
-        )
-    if wrong := layout.changed_file(checkpoint, 0, 1, needed=("model",)):
+    if wrong := whole.changed_file():
         raise DataError(f"checkpoint must be whole; got {checkpoint}: {wrong}")
-    return checkpoint, manifest
+    return checkpoint, whole.manifest
 
 
 def _mapped(scratch: Path, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -311,23 +276,38 @@ def _saved_model(
     merges: bool,
     trusted: bool,
     allocate: Callable[..., torch.Tensor],
+    base_form: str,
 ) -> Any:
     """Return a checkpoint's model in `dtype`, plain or with its adapters."""
     adapters = _saved_adapters(checkpoint)
     if adapters is None and not merges:
         raise DataError("form must be merged for a checkpoint without adapters; got adapter")
-    model = _plain_of(checkpoint / layout.EXPORT, manifest.run_state.get("model.config.tie_word_embeddings"), trusted)
+    tied, kind = manifest.facts.get("model.config.tie_word_embeddings"), getattr(torch, dtype, None)
+    model = _plain_of(checkpoint / layout.EXPORT, tied, kind, trusted)
+    dtypes = dtypes_of(model)
+    if dtype == "source" and merges:
+        kind = model.config.dtype
     tensors = read_tensors(checkpoint / STATE, MODEL, allocate)
-    kind = next(iter(tensors.values())).dtype
     if adapters is not None:
         model = with_adapters(model, adapters)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        if merges and frozen.isdisjoint(tensors):  # checkpoint.save_lora_only
-            rows = model.config.get_text_config().vocab_size
-            model = with_adapters(_base_model(base, manifest, kind, trusted, rows), adapters)
+        is_nf4 = bool(manifest.facts.get(NF4_FACTS[0]))
+        if is_nf4 and (not merges or base_form == "original"):
+            tensors = {name: tensors[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if merges:  # in fp32, so that sums are rounded and not their terms
+            floats = dequantized(tensors)
+            tensors = {name: allocate(x.shape, dtype=torch.float32).copy_(x) for name, x in floats}
+            if frozen.isdisjoint(tensors):  # checkpoint.save_lora_only
+                rows = model.config.get_text_config().vocab_size
+                named = adapters.base_model_name_or_path or ""  # not a folder that is gone
+                base = named if base is None and (os.path.isdir(named) or not os.path.isabs(named)) else base
+                plain = _base_model(base, manifest, trusted, rows)
+                if is_nf4 and base_form == "dequantized":
+                    round_to_nf4(plain, manifest.facts.get(NF4_FACTS[1], False), adapters.modules_to_save or ())
+                model = with_adapters(plain, adapters)
     model = filled(model, tensors, merges)
-    if dtype != "saved":  # after adapters are merged, so that sums are rounded and not their terms
-        _convert(model, getattr(torch, dtype), allocate)
+    if kind is not None and (told := convert(model, dtypes, kind, allocate)):
+        raise ValueError(f"dtype must hold the weights; got {dtype}: {told}")
     return model
 
 
@@ -341,14 +321,16 @@ def _saved_adapters(checkpoint: Path) -> Any:
     return None
 
 
-def _plain_of(folder: Path, tied: bool | None, trusted: bool) -> Any:
+def _plain_of(folder: Path, tied: bool | None, dtype: torch.dtype | None, trusted: bool) -> Any:
     """Build a model on the meta device; raise DataError for untrusted code.
 
-    tied: whether embeddings were tied when they were trained; the config of merged weights may untie them.
+    tied: whether embeddings were tied when they were trained; the config of merged weights may untie them. dtype: that
+    of the model; None: of its config.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
-        if tied is not None:
+        config = without_code(AutoConfig.from_pretrained(folder, trust_remote_code=trusted), trusted)
+        config.dtype = dtype or config.dtype
+        if tied is not None and tied != getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = tied
         return plain_model(config, trusted)
     except ValueError as error:
@@ -358,29 +340,53 @@ def _plain_of(folder: Path, tied: bool | None, trusted: bool) -> Any:
         raise
 
 
-def _base_model(base: str | None, manifest: layout.Manifest, dtype: torch.dtype, trusted: bool, rows: int) -> Any:
-    """Load the model that adapters were trained on, or raise DataError.
+def _base_model(base: str | None, manifest: layout.Manifest, trusted: bool, rows: int) -> Any:
+    """Load the model that adapters were trained on in fp32, or raise DataError.
 
     rows: the tokens that its embeddings and head get.
     """
-    if base is None:
+    if not base:
         raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
-    trained, found = manifest.run_state.get(BASE), digest_of_weights(base)
+    try:
+        trained, found = manifest.facts.get(BASE), digest_of_weights(base, "base")
+    except OSError as error:  # of the Hub
+        raise DataError(f"base must hold the weights that the adapters were trained on; got {base}: {error}") from error
     if trained not in (None, found):
         raise DataError(f"base must hold the weights that the adapters were trained on, {trained}; got {base}, {found}")
-    config = AutoConfig.from_pretrained(base, trust_remote_code=trusted)
-    model = auto_class(config).from_pretrained(base, dtype=dtype, trust_remote_code=trusted)
+    config = without_code(AutoConfig.from_pretrained(base, trust_remote_code=trusted), trusted)
+    options = {"config": config, "dtype": torch.float32, "trust_remote_code": trusted}
+    model = auto_class(config).from_pretrained(base, **options)
+    # As a model that is built from its config has it: transformers refuses to save some that it has read.
+    model.generation_config = GenerationConfig.from_model_config(config) if model.can_generate() else None
     if rows > config.get_text_config().vocab_size:
         add_rows(model, {rows - 1: []})  # those of the new tokens are among the adapters
     return model
 
 
-def _convert(model: Any, dtype: torch.dtype, allocate: Callable[..., torch.Tensor]) -> None:
-    """Convert the written floating-point weights, except those the architecture keeps in fp32."""
-    plain = model.get_base_model() if hasattr(model, "peft_config") else model
-    kept = [name.replace("*", ".*") for name in plain._get_dtype_plan(dtype)]  # the patterns of from_pretrained
-    fp32 = re.compile("|".join(kept) or "(?!)")
+def dtypes_of(model: Any) -> dict[str, torch.dtype]:
+    """Return the floating-point types that tensors have when transformers reads the config's model.
+
+    model: a plain model on the meta device, which was built in that dtype.
+    """
+    fp32, tensors = fp32_names(model, model.config.dtype), model.state_dict().items()
+    floating = {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point()}
+    return {name: torch.float32 if fp32.search(name) else dtype for name, dtype in floating.items()}
+
+
+def convert(
+    model: Any, dtypes: dict[str, torch.dtype], default: torch.dtype, allocate: Callable[..., Any]
+) -> str | None:
+    """Convert the floating-point weights that are written; default: the type of adapters.
+
+    Returns a line if finite numbers became infinite.
+    """
     weights: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+    beyond: list[str] = []
     for name, tensor in weights.items():
-        if tensor.is_floating_point() and not tensor.is_meta and not fp32.search(name):
-            tensor.data = allocate(tensor.shape, dtype=dtype).copy_(tensor.data)
+        dtype = dtypes.get(name, default)
+        if tensor.is_floating_point() and not tensor.is_meta and tensor.dtype != dtype:
+            converted = allocate(tensor.shape, dtype=dtype).copy_(tensor.data)
+            if dtype == torch.float16 and tensor.isfinite().all() and not converted.isfinite().all():
+                beyond.append(name)
+            tensor.data = converted
+    return f"{beyond[0]} has numbers beyond float16, which are infinite there" if beyond else None

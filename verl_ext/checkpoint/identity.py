@@ -7,41 +7,30 @@ same samples grows. A checkpoint also holds facts about the data, the packs, the
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from verl_ext.config.best import is_of_answers
+from verl_ext.config.keys import KEYS
 from verl_ext.config.model import model_kind
 from verl_ext.config.run import RunConfig, TrainerOptions
-from verl_ext.data.dataset import CONTENT, DIGEST, PackDataset
-from verl_ext.data.options import DataOptions
+from verl_ext.config.upstream import select
+from verl_ext.data.packs.dataset import CONTENT, DIGEST, PackDataset
+from verl_ext.data.packs.options import DataOptions
+from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import OptimOptions
 from verl_ext.environment import UNKNOWN
-from verl_ext.models.qwen_titans import settings_of_today
 from verl_ext.options import Options, nearest_hint, options_of, spell
 
-# The keys of verl's own dataclasses that affect a step; our options declare this in their definitions.
-_KEYS_OF_VERL = {
-    "model": ("lora_rank", "lora_alpha", "target_modules", "target_parameters", "exclude_modules"),
-    "optim": (
-        *("optimizer", "optimizer_impl", "override_optimizer_config", "lr", "betas", "weight_decay", "clip_grad"),
-        *("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "num_cycles", "zero_indexed_step"),
-    ),
-    "engine": ("model_dtype", "mixed_precision"),
-}
 # The keys of a model's config.json that do not change its weights.
 _FREE_MODEL_KEYS = (
     *("dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "output_router_logits"),
 )
-MEMORY = "model.memory"
 BASE = "the weights in model.path"  # the key of their digest in a checkpoint
 REFERENCE_WEIGHTS = "the weights of the reference (reference.path)"
+ROUTERS = "a router loss (model.override_config.output_router_logits)"
 _TOTAL = "trainer.total_training_steps"
 SCHEDULE = f"the length of the learning rate's schedule ({_TOTAL})"
-_GROUPING_KEYS = ("data.balance", "data.cost", "data.shuffle")
-_WATCHED: dict[str, Any] = {"metric": str, "value": float | int | None, "step": int, "waited": int}
-_COUNTERS = ("skipped_steps", "skipped_in_a_row", "high_in_a_row", "spikes", "total_tokens", "total_target_tokens")
+_GROUPING_OPTIONS = ("balance", "cost", "shuffle")  # of the data node
 
 
 def run_facts(
@@ -51,20 +40,18 @@ def run_facts(
     schedule_steps: int,
     content: str | None,
     base: str | None,
+    reference: str | None,
 ) -> dict[str, Any]:
     """Return the values that determine each step's packs, and the weights' model.
 
-    schedule_steps, content, base: as in :class:`verl_ext.trainer.run.Run`. A measurement may use other data than the
-    training, so only the model counts for it.
+    schedule_steps, content, base, reference: as in :class:`verl_ext.trainer.run.Run`; a run without a reference has
+    None. A measurement may use other data than the training, so only the model counts for it.
     """
     values, optim = config.values, config.values["optim"]
     # The weights have a meaning only in this model, so these facts count even for a measurement.
     model = {f"model.config.{key}": value for key, value in model_shape(hf_config).items()}
     kind = model_kind(values)
-    if (memory := kind.memory_settings(hf_config)) is not None:
-        model.pop("model.config.memory", None)  # contains settings that another run of the same weights may change
-        model[MEMORY] = memory
-    model |= shared_options(values, [kind])
+    model = kind.identity(hf_config, model) | shared_options(values, [kind])
     if base is not None:
         model[BASE] = base
     if config.trainer.eval_only:
@@ -72,6 +59,7 @@ def run_facts(
     # A constant rate without a relative warmup does not depend on the length of the run.
     if optim["lr_scheduler_type"] != "constant" or optim["lr_warmup_steps_ratio"]:
         model[SCHEDULE] = schedule_steps
+    model[ROUTERS] = asks_for_router_loss(hf_config)
     return {
         **shared_options(values, [DataOptions, config.dataset_class.Options]),
         **upstream_options(values),
@@ -83,6 +71,7 @@ def run_facts(
         DIGEST: train_set.digest,
         **({} if content is None else {CONTENT: content}),
         **model,
+        **({} if reference is None else {REFERENCE_WEIGHTS: reference}),
     }
 
 
@@ -121,7 +110,7 @@ def shared_options(values: Mapping[str, Any], classes: Iterable[type], rule: str
 
 def upstream_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return {dotted key: configured value} of verl's options that affect steps."""
-    return {f"{node}.{name}": values[node].get(name) for node, names in _KEYS_OF_VERL.items() for name in names}
+    return {key.name: select(values, key.name) for key in KEYS if key.is_resumed}
 
 
 def model_shape(hf_config: Any) -> dict[str, Any]:
@@ -130,35 +119,25 @@ def model_shape(hf_config: Any) -> dict[str, Any]:
     return {key: value for key, value in described.items() if key not in _FREE_MODEL_KEYS and key[0] != "_"}
 
 
-@dataclasses.dataclass
-class Watched:
-    """The best value of a metric so far.
+def resumed_grouping(data: Mapping[str, Any], own: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the grouping of packs of a resumed run: its checkpoint's, if the options are the same.
 
-    Attributes:
-        metric: its name; a score of answers is better if it is higher, a loss if it is lower.
-        value: the best value; None before the first measurement.
-        step: the step of that value.
-        waited: the measurements since.
+    Args:
+        data: the values of the data node.
+        own: the grouping that this run's layout of ranks would have.
+        saved: the facts of the checkpoint. Raises ValueError if their grouping has another form.
     """
-
-    metric: str
-    value: float | None = None
-    step: int = 0
-    waited: int = 0
-
-    def measure(self, value: float, step: int, least: float = 0.0) -> None:
-        """Take a measurement, which is an improvement by more than `least`."""
-        gain = math.inf
-        if self.value is not None:
-            gain = value - self.value if is_of_answers(self.metric) else self.value - value
-        if math.isfinite(value) and gain > least:
-            self.value, self.step, self.waited = value, step, 0
-        else:
-            self.waited += 1
+    if any(saved.get(f"data.{name}", data[name]) != data[name] for name in _GROUPING_OPTIONS):
+        return own
+    grouping = saved.get("grouping", own)
+    if not _is_like(grouping, own):
+        raise ValueError(f"a checkpoint must say how its packs are grouped; got grouping={spell(grouping)}")
+    return grouping
 
 
-class RunState:
-    """The facts of a checkpoint's run, and its progress.
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """The facts of a run that its checkpoints hold and a resumed run must share.
 
     The packs of every step depend on the dataset, the budget, the strategy and the seed. So a checkpoint needs no
     loader position but only these facts, to refuse a resume that would silently train on other packs, or another model.
@@ -166,80 +145,44 @@ class RunState:
     keeps its first groups.
 
     Attributes:
-        fingerprint: the facts that must be the same in a resumed run, by dotted key.
-        grouping: `Run.grouping` of this run, and of the checkpoint once one is loaded.
-        skipped_steps: the skipped steps of the run so far, including those before a resume.
-        skipped_in_a_row: the skipped steps since the last trained step.
-        high_in_a_row: the steps since the last loss that was not above trainer.max_loss.
-        spikes: the number of loss spikes so far; recent_losses: the losses of the last trained steps.
-        total_tokens, total_target_tokens: the sums over the steps of the run so far.
-        watched: {key: the `Watched` of its metric} of `RunConfig.watched`.
+        facts: what must be the same in a resumed run, by dotted key.
+        grouping: `Opened.grouping`, which is saved beside them.
         folder: the folder of the run, for messages.
-        allowed: the keys that may differ, `trainer.allow_resume_mismatch`.
+        allowed: the options that may differ (:func:`allowed_changes`).
     """
 
-    def __init__(
-        self, fingerprint: dict[str, Any], grouping: dict[str, Any], folder: str, allowed: Sequence[str] = ()
-    ) -> None:
-        self.fingerprint = _as_json(fingerprint)
-        self.grouping = grouping
-        self.skipped_steps = self.skipped_in_a_row = self.high_in_a_row = self.spikes = 0
-        self.total_tokens = self.total_target_tokens = 0
-        self.recent_losses: list[float] = []
-        self.watched: dict[str, Watched] = {}
-        self.folder = folder
-        self.allowed = allowed
+    facts: Mapping[str, Any]
+    grouping: Mapping[str, Any]
+    folder: str
+    allowed: Sequence[str] = ()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the facts and the progress to save with the model."""
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        watched = {key: vars(best).copy() for key, best in self.watched.items()}
-        progress = {**counters, "recent_losses": list(self.recent_losses), "watched": watched}
-        return {**self.fingerprint, "grouping": self.grouping, **progress}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the state of a checkpoint; raise ValueError like :meth:`check`.
-
-        Packs keep their groups unless an option for grouping is allowed to change.
-        """
-        self.check(state)
-        own = {key: self.fingerprint[key] for key in _GROUPING_KEYS if key in self.fingerprint}
-        regroups = any(state.get(key, value) != value for key, value in own.items())
-        grouping = self.grouping if regroups else state.get("grouping", self.grouping)
-        losses, watched = state.get("recent_losses", []), state.get("watched", {})
-        counters = {name: state.get(name, 0) for name in _COUNTERS}  # a checkpoint of an earlier version may lack them
-        is_sound = _is_like(grouping, self.grouping) and isinstance(losses, list) and _are_watched(watched)
-        if not is_sound or {*map(type, counters.values())} != {int} or not {*map(type, losses)} <= {float}:
-            raise ValueError(f"a checkpoint must say how far its run was; that of {self.folder} has {spell(counters)}")
-        self.grouping, self.recent_losses = grouping, losses
-        self.watched = {key: Watched(**best) for key, best in watched.items()}
-        vars(self).update(counters)
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {**self.facts, "grouping": dict(self.grouping)}
 
     def check_allowed(self) -> None:
         """Raise ValueError if `allowed` has a name that checkpoints do not hold."""
-        names = [_option_of(key) for key in self.fingerprint]
+        names = [_option_of(key) for key in self.facts]
         for name in self.allowed:
             if name not in names:
                 hint = nearest_hint(name, names) or f", not among {', '.join(sorted(set(names)))}"
                 must = "trainer.allow_resume_mismatch must name what a checkpoint remembers"
                 raise ValueError(f"{must}; got {name}{hint}")
 
-    def check(self, state: dict[str, Any]) -> None:
-        """Compare this run with the state of a checkpoint.
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Compare this run with the facts of a checkpoint.
 
         Raises:
             ValueError: If a key differs, so that a step would mean other packs, or the weights another model.
         """
-        for key, value in self.fingerprint.items():
+        for key, fact in self.facts.items():
             name = _option_of(key)
-            if key not in state or state[key] == UNKNOWN:  # an earlier version did not know the weights of a Hub model
+            if key not in saved or saved[key] == UNKNOWN:  # an earlier version did not know the weights of a Hub model
                 continue
-            saved = _as_json(state[key])
-            if key == MEMORY and isinstance(saved, dict):
-                saved = settings_of_today(saved)
-            if saved != value and name not in self.allowed:
+            own, before = json.loads(json.dumps(fact)), saved[key]
+            if before != own and name not in self.allowed:
                 raise ValueError(
-                    f"{key} is {value}, but the run in {self.folder} was trained with {saved}: resume with that, "
+                    f"{key} is {own}, but the run in {self.folder} was trained with {before}: resume with that, "
                     f"or allow the change by trainer.allow_resume_mismatch=[{name}], or choose another "
                     "trainer.default_local_dir, or trainer.overwrite=true"
                 )
@@ -259,18 +202,3 @@ def _is_like(grouping: Any, own: dict[str, Any]) -> bool:
     size, cost = grouping["group_size"], grouping["cost"]
     numbers = isinstance(cost, list) and all(x is None or type(x) in (int, float) for x in cost)
     return type(size) is int and size >= 1 and numbers and 0 < len(cost) <= len(own["cost"])
-
-
-def _are_watched(watched: Any) -> bool:
-    """Tell whether a checkpoint's watched metrics have their form."""
-    entries = list(watched.values()) if isinstance(watched, dict) else [None]
-    return all(
-        isinstance(best, dict)
-        and best.keys() == _WATCHED.keys()
-        and all(isinstance(best[name], kind) for name, kind in _WATCHED.items())
-        for best in entries
-    )
-
-
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))

@@ -2,9 +2,10 @@
 
     run.lock                  the process that writes here: "process 4711 on node-3 since 2026-03-01 …"
     global_step_N/            a whole checkpoint, which gets this name when all its files are on the disk
-        manifest.json           the step, the run's facts, and the size and checksum of every other file
+        manifest.json           the step, the run's facts, the hooks' states, the size and checksum of every other file
         state/ extra.json       model and optimizer, schedule (verl_ext.checkpoint.state)
         *_rank_R.pt             in place of these, verl's own files of optimizers of packages other than torch
+        untrained.json          if any, tensors that the model class does not load (verl_ext.checkpoint.untrained)
         huggingface/            config and tokenizer, weights with `hf_model` (verl_ext.checkpoint.export)
     best                      a link to the checkpoint with the best value of `checkpoint.keep_best`
     global_step_N.partial/    a checkpoint in progress, or left by a killed run
@@ -39,22 +40,28 @@ PARTIAL, SET_ASIDE = ".partial", ".set_aside"
 RUN_LOCK, BEST = "run.lock", "best"
 REPORT, EVALUATION, RUN_IDS = "data_report.json", "evaluation.json", "run_ids.json"
 METRICS, SPIKES, ANSWERS, RUN = "metrics.jsonl", "spikes.jsonl", "answers.jsonl", "run.json"
+EXPERTS = "experts.jsonl"
+RUN_FILE = "run.yaml"  # starts the run again: `verl-ext train run.yaml`
 FLIGHT_RECORDER, REFERENCE = "flight_recorder", "reference"
-FINAL_MEMORY, MEMORY_SETTINGS = "final_memory_checkpoint.pt", "final_memory_checkpoint.json"
-# A folder with only these files holds no run to keep; a run killed before its first checkpoint begins anew.
+# A folder with only these files holds no run to keep; a run killed before its first checkpoint starts again.
 NOTES = (
-    *(REPORT, EVALUATION, RUN, RUN_IDS, FLIGHT_RECORDER, REFERENCE),
-    *(f"{name}{ending}" for name in (METRICS, SPIKES, ANSWERS) for ending in ("", ".before_restart")),
+    *(REPORT, EVALUATION, RUN, RUN_FILE, RUN_IDS, FLIGHT_RECORDER, REFERENCE),
+    *(f"{name}{ending}" for name in (METRICS, SPIKES, ANSWERS, EXPERTS) for ending in ("", ".before_restart")),
 )
-_RESULTS = (TRACKER, BEST, FINAL_MEMORY, MEMORY_SETTINGS)
+_RESULTS = (TRACKER, BEST)
 RESUMABLE = ("model", "optimizer", "extra")  # the contents that a resume needs
-_FORMAT = 1
+_FORMAT = 2
+# What stood among a run's facts, with defaults, by the hook that has it now.
+_STATES_IN_FORMAT_1: dict[str, dict[str, Any]] = {
+    "ProgressHook": {"total_tokens": 0, "total_target_tokens": 0},
+    "SpikeHook": {"spikes": 0, "recent_losses": []},
+    "SkippedStepsHook": {"skipped_steps": 0, "skipped_in_a_row": 0},
+    "HighLossHook": {"high_in_a_row": 0},
+    "WatchedHook": {"watched": {}},
+}
 _locked: list[TextIO] = []  # the open lock files of this process, whose locks end when they are closed
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
-_UNFINISHED = re.compile(  # as `save` and `atomic_write` name them
-    rf"({_STEP_FOLDER.pattern}|({'|'.join(map(re.escape, (*NOTES, *_RESULTS)))})\..+-\d+){re.escape(PARTIAL)}"
-)
-_FILE_OF_RANK = re.compile(r"(?:__(\d+)_\d+\.distcp|_rank_(\d+)\.pt)$")
+_FILE_OF_RANK = re.compile(r"__(\d+)_\d+\.distcp$")
 
 
 class Damaged(ValueError):
@@ -82,22 +89,21 @@ class Manifest:
         step: the optimizer steps that the checkpoint has seen.
         ranks: the number of ranks that wrote it.
         contents: the entries of `checkpoint.save_contents` that it holds.
-        run_state: `RunState.state_dict()`; the file calls it "plan".
-        elastic: whether any number of ranks can read it.
+        facts: `Identity.saved()`.
+        hooks: the states of the hooks, by the names of their classes.
         files: the facts of each file, by path below the folder.
     """
 
     step: int
     ranks: int
     contents: tuple[str, ...]
-    run_state: dict[str, Any]
-    elastic: bool
+    facts: dict[str, Any]
+    hooks: dict[str, dict[str, Any]]
     files: dict[str, FileFacts]
 
     def write(self, folder: Path) -> None:
         """Write manifest.json into a checkpoint's folder."""
         content = {"format": _FORMAT, **asdict(self)}
-        content["plan"] = content.pop("run_state")
         write_json(folder / MANIFEST, {**content, "checksum": _checksum(content)})
 
     @classmethod
@@ -106,13 +112,13 @@ class Manifest:
 
         Raises:
             Damaged: If the file is missing, cannot be read, or has changed since it was written.
-            ValueError: If stock verl or an earlier version wrote the checkpoint.
+            ValueError: If the checkpoint is in the form of stock verl.
         """
         path = folder / MANIFEST
-        # Stock verl's checkpoints are not damaged: `resume_mode=auto` must not pass over them in silence.
-        if not path.is_file() and any(folder.glob("model_world_size_*_rank_*.pt")):
+        # Checkpoints in verl's own form are not damaged: `resume_mode=auto` must not pass over them in silence.
+        if any(folder.glob("model_world_size_*_rank_*.pt")):
             raise ValueError(
-                f"a checkpoint must have a {MANIFEST}; {folder} is one of stock verl or of an earlier version, which "
+                f"a checkpoint must hold its tensors in state/; {folder} is in the form of stock verl, which "
                 "cannot be resumed: start from its weights in another trainer.default_local_dir, by `python -m "
                 f"verl.model_merger merge --backend fsdp --local_dir {folder} --target_dir DIR` and model.path=DIR"
             )
@@ -122,14 +128,16 @@ class Manifest:
             # A damaged file may hold anything, so any error of its reading means damage.
             content = json.loads(path.read_text(encoding="utf-8"))
             is_whole = content.pop("checksum") == _checksum(content)
-            if is_whole and content["format"] != _FORMAT:
+            if content["format"] == 1:
+                _to_format_2(content)
+            elif is_whole and content["format"] != _FORMAT:
                 raise Damaged(f"its {MANIFEST} is of format {content['format']}, and this version reads {_FORMAT}")
             manifest = cls(
                 step=int(content["step"]),
                 ranks=int(content["ranks"]),
                 contents=tuple(map(str, content["contents"])),
-                run_state=dict(content["plan"]),
-                elastic=bool(content["elastic"]),
+                facts=dict(content["facts"]),
+                hooks={name: dict(state) for name, state in content["hooks"].items()},
                 files={name: FileFacts(**facts) for name, facts in content["files"].items()},
             )
         except Damaged:
@@ -139,6 +147,15 @@ class Manifest:
         if not is_whole:
             raise Damaged(f"its {MANIFEST} is not as it was written")
         return manifest
+
+
+def _to_format_2(content: dict[str, Any]) -> None:
+    """Give hooks the states that stood among the facts."""
+    facts = content["facts"] = content.pop("plan")
+    content["hooks"] = {
+        hook: {name: facts.pop(name, default) for name, default in state.items()}
+        for hook, state in _STATES_IN_FORMAT_1.items()
+    }
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -151,7 +168,7 @@ def files_of_rank(folder: Path, rank: int) -> dict[str, FileFacts]:
     found = {}
     for path in sorted(folder.rglob("*")):
         match = _FILE_OF_RANK.search(path.name)
-        if path.is_file() and int(match[1] or match[2] if match else 0) == rank:
+        if path.is_file() and int(match[1] if match else 0) == rank:
             sync(path)
             found[path.relative_to(folder).as_posix()] = FileFacts.from_file(path)
     return found
@@ -170,85 +187,85 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def damage(checkpoint: Path, needed: Sequence[str] = RESUMABLE) -> str | None:
-    """Describe a checkpoint's damage by file names and sizes; None if whole.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's folder and its manifest, which is read once."""
 
-    Args:
-        checkpoint: the folder of the checkpoint.
-        needed: the contents that it must have.
+    folder: Path
+    manifest: Manifest
 
-    Raises ValueError if stock verl or an earlier version wrote it.
-    """
-    try:
-        manifest = Manifest.from_folder(checkpoint)
-    except Damaged as error:
-        return str(error)
-    named = _STEP_FOLDER.search(checkpoint.name)
-    if named and manifest.step != int(named[1]):
-        return f"its {MANIFEST} is of step {manifest.step}"
-    for name, facts in manifest.files.items():
-        try:
-            if not is_inside(checkpoint / name, checkpoint):
-                return f"its {MANIFEST} names files of other folders"
-            size = (checkpoint / name).stat().st_size
-        except (OSError, ValueError):  # ValueError for a name with a null byte
-            return f"it has no {name}"
-        if size != facts.bytes:
-            return f"its {name} has {size:,} bytes and had {facts.bytes:,}"
-    if missing := [name for name in needed if name not in manifest.contents]:
-        return f"it was saved without {', '.join(missing)} (checkpoint.save_contents)"
-    return None
+    @classmethod
+    def read(cls, folder: Path, needed: Sequence[str] = RESUMABLE) -> "Checkpoint":
+        """Read the manifest, and compare the names and sizes of the files with it.
 
+        needed: the contents that the checkpoint must have. Raises Damaged for a difference, and ValueError if it
+        is in the form of stock verl.
+        """
+        manifest = Manifest.from_folder(folder)
+        named = _STEP_FOLDER.search(folder.name)
+        if named and manifest.step != int(named[1]):
+            raise Damaged(f"its {MANIFEST} is of step {manifest.step}")
+        for name, facts in manifest.files.items():
+            try:
+                size = (folder / name).stat().st_size if is_inside(folder / name, folder) else None
+            except (OSError, ValueError):  # ValueError for a name with a null byte
+                raise Damaged(f"it has no {name}") from None
+            if size is None:
+                raise Damaged(f"its {MANIFEST} names files of other folders")
+            if size != facts.bytes:
+                raise Damaged(f"its {name} has {size:,} bytes and had {facts.bytes:,}")
+        if missing := [name for name in needed if name not in manifest.contents]:
+            raise Damaged(f"it was saved without {', '.join(missing)} (checkpoint.save_contents)")
+        return cls(folder, manifest)
 
-def changed_file(checkpoint: Path, rank: int, ranks: int, needed: Sequence[str] = RESUMABLE) -> str | None:
-    """Return :func:`damage`, also by checksums, of which every rank computes its share."""
-    if wrong := damage(checkpoint, needed):
-        return wrong
-    manifest = Manifest.from_folder(checkpoint)
-    for name, facts in sorted(manifest.files.items())[rank::ranks]:
-        try:
-            found = FileFacts.from_file(checkpoint / name)
-        except OSError as error:
-            return f"its {name} cannot be read ({error.strerror})"
-        if found != facts:
-            return f"its {name} is not as it was written (xxh3_128 {found.xxh3_128}, was {facts.xxh3_128})"
-    return None
+    def changed_file(self, rank: int = 0, ranks: int = 1) -> str | None:
+        """Describe the first file with another checksum; None if all are whole. Ranks share the work."""
+        for name, facts in sorted(self.manifest.files.items())[rank::ranks]:
+            try:
+                present = FileFacts.from_file(self.folder / name)
+            except OSError as error:
+                return f"its {name} cannot be read ({error.strerror})"
+            if present != facts:
+                return f"its {name} is not as it was written (xxh3_128 {present.xxh3_128}, was {facts.xxh3_128})"
+        return None
 
 
-def whole_checkpoints(folder: Path) -> tuple[list[Path], dict[Path, str]]:
+def whole_checkpoints(folder: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
     """Return the whole checkpoints, newest first, and why newer ones are unusable.
 
-    Raises ValueError if stock verl or an earlier version wrote one that is newer.
+    Raises ValueError if a newer one is in the form of stock verl.
     """
-    whole: list[Path] = []
+    whole: list[Checkpoint] = []
     wrong: dict[Path, str] = {}
-    for checkpoint in reversed(saved_folders(folder)):
-        if whole and not (checkpoint / MANIFEST).is_file():
+    for path in reversed(saved_folders(folder)):
+        if whole and not (path / MANIFEST).is_file():
             continue  # a resume would not reach it
-        if (reason := damage(checkpoint)) is None:
-            whole.append(checkpoint)
-        elif not whole:
-            wrong[checkpoint] = reason
+        try:
+            whole.append(Checkpoint.read(path))
+        except Damaged as error:
+            if not whole:
+                wrong[path] = str(error)
     return whole, wrong
 
 
-def is_unfinished(name: str) -> bool:
-    """Tell whether a run gives its partial files or folders this name."""
-    return _UNFINISHED.fullmatch(name) is not None
+def is_unfinished(name: str, files: Sequence[str] = ()) -> bool:
+    """Tell whether a run whose hooks write `files` gives its partial files or folders this name."""
+    names = "|".join(map(re.escape, (*NOTES, *_RESULTS, *files)))  # as `save` and `atomic_write` name them
+    return re.fullmatch(rf"({_STEP_FOLDER.pattern}|({names})\..+-\d+){re.escape(PARTIAL)}", name) is not None
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove the partial files and folders of killed runs."""
+def remove_unfinished(folder: Path, files: Sequence[str] = ()) -> None:
+    """Remove the partial files and folders of killed runs, also of the files that hooks write."""
     for path in folder.glob(f"*{PARTIAL}"):
-        if is_unfinished(path.name) and not path.name.startswith(EVALUATION):  # an evaluation may be writing it
+        if is_unfinished(path.name, files) and not path.name.startswith(EVALUATION):  # an evaluation may be writing it
             _remove(path)
 
 
-def remove_run_files(folder: Path) -> None:
-    """Remove the files of an earlier run for `trainer.overwrite=true`; keep other files."""
+def remove_run_files(folder: Path, files: Sequence[str] = ()) -> None:
+    """Remove the files of an earlier run and its hooks for `trainer.overwrite=true`; keep other files."""
     ours = re.compile(rf"{_STEP_FOLDER.pattern}({re.escape(PARTIAL)}|{re.escape(SET_ASIDE)})?")
     checkpoints = (path for path in folder.glob("global_step_*") if ours.fullmatch(path.name))
-    for path in (*checkpoints, *(folder / name for name in (*NOTES, *_RESULTS))):
+    for path in (*checkpoints, *(folder / name for name in (*NOTES, *_RESULTS, *files))):
         if path.name != BEST or path.is_symlink():  # a folder of that name is the user's
             _remove(path)
 

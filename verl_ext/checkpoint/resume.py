@@ -2,17 +2,18 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-
 from verl_ext.checkpoint import layout
-from verl_ext.config.resolve import PATHS
-from verl_ext.data.ranks import Ranks
+from verl_ext.checkpoint.layout import Checkpoint
+from verl_ext.config.keys import paths
+from verl_ext.config.run import RunConfig
+from verl_ext.config.upstream import select
+from verl_ext.data.tokenized.ranks import Ranks
 from verl_ext.files import writable_problem
 from verl_ext.text.read.sources import local_path
 
@@ -36,20 +37,19 @@ class OutputDecision:
     """The decision for trainer.default_local_dir.
 
     Attributes:
-        checkpoints: the global_step folders, the newest first, checked by file sizes alone; the run resumes from the
-            first whole one.
+        checkpoints: the newest first, checked by file sizes alone; the run resumes from the first whole one.
         damaged: a line about the damage of each newer checkpoint.
     """
 
     action: OutputAction
-    checkpoints: tuple[Path, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
     damaged: tuple[str, ...] = ()
 
 
-def check_output(config: DictConfig, world_size: int | None = None) -> OutputDecision:
+def check_output(config: RunConfig) -> OutputDecision:
     """Decide the treatment of a run's output folder without changing anything.
 
-    Call it before any rank deletes files. ``world_size`` is the number of ranks of this run, None if unknown.
+    Call it before any rank deletes files.
 
     Raises:
         ValueError: If the folder is not writable, files would be overwritten without trainer.overwrite=true, the folder
@@ -74,7 +74,7 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
     used = any(name not in (*layout.NOTES, layout.RUN_LOCK) and not layout.is_unfinished(name) for name in names)
     named = trainer.resume_from_path if trainer.resume_mode != "disable" else None
     if trainer.resume_mode == "resume_path" or named:
-        return _resume_named(config, folder, used, named, world_size)
+        return _resume_named(config, folder, used, named)
     if not used:
         return OutputDecision(OutputAction.FRESH)
     if trainer.overwrite:
@@ -91,29 +91,27 @@ def check_output(config: DictConfig, world_size: int | None = None) -> OutputDec
             f"trainer.default_local_dir must be empty or new; got {folder}, which has files in it and {why}: choose "
             "another folder, or trainer.overwrite=true to replace it"
         )
-    check_ranks(whole[0], world_size)
     damaged = tuple(f"{checkpoint} is damaged: {reason}" for checkpoint, reason in wrong.items())
     return OutputDecision(OutputAction.RESUME, tuple(whole), damaged)
 
 
-def _resume_named(
-    config: DictConfig, folder: Path, used: bool, named: str | None, world_size: int | None
-) -> OutputDecision:
+def _resume_named(config: RunConfig, folder: Path, used: bool, named: str | None) -> OutputDecision:
     key = "trainer.resume_from_path"
     if not named:
         raise ValueError(f"{key} is required with trainer.resume_mode=resume_path; got null")
-    checkpoint = Path(named).expanduser()
-    if checkpoint.name == layout.BEST and checkpoint.is_symlink():
-        checkpoint = checkpoint.resolve()
-    if not checkpoint.is_dir() or "global_step_" not in checkpoint.name:
+    path = Path(named).expanduser()
+    if path.name == layout.BEST and path.is_symlink():
+        path = path.resolve()
+    if not path.is_dir() or "global_step_" not in path.name:
         raise ValueError(f"{key} must be an existing global_step_N folder; got {named}")
-    if wrong := layout.damage(checkpoint):
-        raise ValueError(f"{key} must be a whole checkpoint; got {named}: {wrong}")
-    check_ranks(checkpoint, world_size)
+    try:
+        checkpoint = Checkpoint.read(path)
+    except layout.Damaged as error:
+        raise ValueError(f"{key} must be a whole checkpoint; got {named}: {error}") from error
     if used and config.trainer.overwrite:
         _check_replaceable(config, folder)
         return OutputDecision(OutputAction.REPLACE, (checkpoint,))
-    if used and folder.resolve() not in checkpoint.resolve().parents:
+    if used and folder.resolve() not in path.resolve().parents:
         raise ValueError(
             f"trainer.default_local_dir must be empty or new, or hold {key}; got {folder}: choose another folder, or "
             "trainer.overwrite=true to replace it"
@@ -121,20 +119,12 @@ def _resume_named(
     return OutputDecision(OutputAction.RESUME, (checkpoint,))
 
 
-def check_ranks(checkpoint: Path, world_size: int | None) -> None:
-    """Raise ValueError if `world_size` ranks cannot read a whole checkpoint."""
-    saved = layout.Manifest.from_folder(checkpoint)
-    if not saved.elastic and world_size not in (None, saved.ranks):
-        raise ValueError(
-            f"the checkpoint {checkpoint} was saved by {saved.ranks} rank(s) in verl's own form and can only be "
-            f"resumed by as many; got {world_size} (trainer.overwrite=true starts anew)"
-        )
-
-
-def _check_replaceable(config: DictConfig, folder: Path) -> None:
+def _check_replaceable(config: RunConfig, folder: Path) -> None:
     """Refuse to replace a folder that holds input, working or home directory."""
-    read = {key: OmegaConf.select(config, key) for key in PATHS if key != "trainer.default_local_dir"}
-    for name, source in (OmegaConf.select(config, "data.mixture.sources") or {}).items():
+    read = {
+        key: select(config.values, key) for key in paths("data", "run", "model") if key != "trainer.default_local_dir"
+    }
+    for name, source in (select(config.values, "data.mixture.sources") or {}).items():
         read[f"data.mixture.sources.{name}.train_dir"] = source.get("train_dir")
     held = [(key, path) for key, value in read.items() for path in _paths_in(value)]
     held += [("the working directory", os.getcwd()), ("the home directory", "~")]
@@ -149,33 +139,34 @@ def _check_replaceable(config: DictConfig, folder: Path) -> None:
 
 def _paths_in(value: Any) -> list[str]:
     """Return an option's paths: none, one, a list, or {name: path}."""
-    if isinstance(value, DictConfig):
+    if isinstance(value, Mapping):
         return [path for held in value.values() for path in _paths_in(held)]
-    values = value if isinstance(value, ListConfig) else [value]
+    values = value if isinstance(value, list) else [value]
     return [local_path(str(path)) for path in values if path]
 
 
-def verified(output: OutputDecision, ranks: Ranks) -> Path | None:
+def verified(output: OutputDecision, ranks: Ranks) -> Checkpoint | None:
     """Return the checkpoint to resume from, after comparing checksums; collective.
 
-    Raises ValueError if none is whole, or if the named one is not.
+    Ends the run if there are some and none is whole.
     """
     damaged = list(output.damaged)
     for checkpoint in output.checkpoints:
-        wrong = next(filter(None, ranks.gather(layout.changed_file(checkpoint, ranks.rank, ranks.size))), None)
+        wrong = next(filter(None, ranks.gather(checkpoint.changed_file(ranks.rank, ranks.size))), None)
         if wrong is None:
-            check_ranks(checkpoint, ranks.size)
             if damaged and ranks.rank == 0:
                 print(*(f"warning: {line}" for line in damaged), sep="\n", file=sys.stderr)
-                print(f"warning: going on from {checkpoint} in its place", file=sys.stderr, flush=True)
+                print(f"warning: going on from {checkpoint.folder} in its place", file=sys.stderr, flush=True)
             return checkpoint
-        damaged.append(f"{checkpoint} is damaged: {wrong}")
-    if damaged:
-        raise ValueError("; ".join(damaged) + ": choose another trainer.default_local_dir, or trainer.overwrite=true")
+        damaged.append(f"{checkpoint.folder} is damaged: {wrong}")
+    with ranks.guard():
+        if damaged:
+            remedy = "choose another trainer.default_local_dir, or trainer.overwrite=true"
+            raise ValueError(f"{'; '.join(damaged)}: {remedy}")
     return None
 
 
 def begins_anew(loaded: Iterable[str], evaluates: bool = False) -> Iterator[str]:
-    """Yield what starts anew because `checkpoint.load_contents` leaves it out."""
+    """Yield what starts again because `checkpoint.load_contents` leaves it out."""
     parts = ("model",) if evaluates else tuple(_ANEW)
     yield from (_ANEW[part] for part in parts if part not in loaded)

@@ -23,19 +23,17 @@ from verl.utils.device import get_torch_device
 from verl_ext.checkpoint import layout, state
 from verl_ext.checkpoint.copies import SecondStorage
 from verl_ext.checkpoint.export import Export, adapter_config
-from verl_ext.checkpoint.identity import RunState
-from verl_ext.config.best import KEEP_BEST
+from verl_ext.checkpoint.identity import Identity
+from verl_ext.checkpoint.source import ExportFiles
 from verl_ext.config.run import RunConfig
-from verl_ext.data.chats import TrainedChats
+from verl_ext.data.tokenized.reports import TrainedChats
 from verl_ext.engines.step import StepEngine
-from verl_ext.files import atomic_write, sync, write_errors, write_json
-from verl_ext.models.qwen_titans import save_memory_checkpoint
+from verl_ext.files import atomic_write, sync, write_json
 from verl_ext.options import first_line, reason_of
 from verl_ext.redaction import redacted_text
 
 _LONGEST_WRITE = timedelta(hours=10)  # verl's own limit, for ranks that wait for one that writes most
 _NO_CHATS = TrainedChats()
-_SETTINGS_OF_A_RUN = ("chunk_size", "output_std")  # settings that another run of the same memory may change
 
 
 class NotWritten(OSError):
@@ -73,63 +71,26 @@ def errors_shared(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 class Snapshot:
-    """A checkpoint's content at one step, written at once or later.
+    """A checkpoint's content at one step, written at once or later."""
 
-    Optimizers of packages other than torch, whose states have their own forms, keep verl's files, one of each kind per
-    rank, which are written at once.
-    """
-
-    def __init__(self, engine: StepEngine, folder: Path, later: bool = False, chats: TrainedChats = _NO_CHATS) -> None:
+    def __init__(self, engine: StepEngine, folder: Path, later: bool = False, files: ExportFiles | None = None) -> None:
         """Collect the content; collective.
 
         Args:
             engine: an initialised engine.
             folder: the folder to write into.
             later: whether training goes on before :meth:`write`, so that tensors are copied to the host.
-            chats: the form of the chats in the training data, for the export.
+            files: the files of the export beside its weights; None: rank 0 reads them.
         """
         get_torch_device().synchronize()  # verl offloads weights and states without waiting for their copies
         self.engine, self.folder = engine, folder
         manager = engine.checkpoint_manager
-        self.state: dict[str, torch.Tensor] = {}
-        self.extra: dict[str, Any] | None = None
-        if state.is_elastic(engine):
-            self.state = state.collected_tensors(engine)
-            self.extra = state.schedule_state(engine) if manager.should_save_extra else None
-        else:
-            self._write_as_verl()
+        self.state: dict[str, torch.Tensor] = state.collected_tensors(engine)
+        self.extra = state.schedule_state(engine) if manager.should_save_extra else None
         if later and self.state:
             engine.host_copies = engine.host_copies or state.HostCopies()
             self.state = engine.host_copies.copy(self.state)
-        self.export = Export(engine, chats)
-
-    def _write_as_verl(self) -> None:
-        engine, manager = self.engine, self.engine.checkpoint_manager
-        contents, save = manager.checkpoint_save_contents, manager.save_checkpoint
-        failures: list[OSError] = []
-
-        def save_or_note(**arguments: Any) -> None:
-            try:
-                with write_errors(self.folder):
-                    save(**arguments)
-            except OSError as error:
-                failures.append(error)
-                dist.barrier()  # verl's own, in which the other ranks wait
-
-        # The export is ours: verl's has other names for adapters and another dtype, and ends unshared.
-        manager.checkpoint_save_contents = [content for content in contents if content != "hf_model"]
-        manager.save_checkpoint = save_or_note
-        try:
-            engine.save_checkpoint(str(self.folder))
-        finally:
-            manager.checkpoint_save_contents, manager.save_checkpoint = contents, save
-        with errors_shared(), write_errors(self.folder):
-            if failures:
-                raise failures[0]
-            if engine.scaler is not None and manager.should_save_extra and engine.rank == 0:
-                torch.save(engine.scaler.state_dict(), self.folder / state.SCALER)
-            if engine.rank == 0:
-                shutil.rmtree(self.folder / layout.EXPORT)  # :meth:`write` makes it anew
+        self.export = Export(engine, files or (ExportFiles(engine, _NO_CHATS) if engine.rank == 0 else None))
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write the content; collective over a group (None: all ranks).
@@ -148,7 +109,7 @@ class Snapshot:
                     write_json(self.folder / state.EXTRA, self.extra)
                 if self.state and self.engine._is_lora:
                     write_json(self.folder / state.ADAPTERS, adapter_config(self.engine.module))
-                self.export.write(self.folder / layout.EXPORT)
+                self.export.write(self.folder)
 
 
 class Checkpoints:
@@ -157,63 +118,65 @@ class Checkpoints:
     Args:
         config: the config of the run.
         engine: an initialised engine.
-        run_state: the facts and the progress of the run, for its checkpoints.
+        identity: the facts of the run, for its checkpoints.
         resumed: the verified checkpoint from which the run resumes; None for a new run.
         join: a function that waits for the thread that writes a checkpoint.
         chats: the form of the chats in the training data.
+
+    Attributes:
+        last: the step of the last whole checkpoint; 0 before the first.
+        best: the step of the best value of `checkpoint.keep_best`, which its hook sets; 0 without one.
+        not_copied: the checkpoints that `trainer.default_hdfs_dir` lacks.
     """
 
     def __init__(
         self,
         config: RunConfig,
         engine: StepEngine,
-        run_state: RunState,
-        resumed: Path | None,
+        identity: Identity,
+        resumed: layout.Checkpoint | None,
         join: Callable[[threading.Thread], None] = threading.Thread.join,
         chats: TrainedChats = _NO_CHATS,
     ) -> None:
         self.folder = Path(config.trainer.default_local_dir)
         self.options = config.trainer
         self.contents = tuple(config.checkpoint.save_contents)
-        self.engine, self.run_state, self.resumed = engine, run_state, resumed
+        self.engine, self.identity, self.resumed = engine, identity, resumed
         self.is_rank0 = dist.get_rank() == 0
         self._later = config.checkpoint.async_save
         # A writer thread's collectives must not meet those of training.
         self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
-        self.last = 0  # the step of the last whole checkpoint; 0 before the first
-        self.not_copied: list[str] = []  # the checkpoints that `trainer.default_hdfs_dir` lacks
+        self.last = self.best = 0
+        self.not_copied: list[str] = []
         self._join = join
-        self._chats = chats
+        self._files = ExportFiles(engine, chats) if self.is_rank0 else None
         self._writing: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def resume(self) -> int:
         """Load the checkpoint to resume from; return its step, or 0; collective.
 
-        Raises:
-            ValueError: If the checkpoint cannot be read, or the run disagrees with it.
+        Raises ValueError if the checkpoint cannot be read.
         """
         if self.resumed is None:
             return 0
-        state.load_engine(self.engine, self.resumed)
-        self.run_state.load_state_dict(layout.Manifest.from_folder(self.resumed).run_state)
-        self.last = step = layout.step_of(self.resumed)
-        if self.is_rank0 and not self.options.eval_only and self.resumed.parent.resolve() == self.folder.resolve():
+        folder, self.last = self.resumed.folder, self.resumed.manifest.step
+        state.load_engine(self.engine, folder)
+        if self.is_rank0 and not self.options.eval_only and folder.parent.resolve() == self.folder.resolve():
             # Later checkpoints are damaged, or belong to an abandoned part of the run.
             for later in reversed(layout.saved_folders(self.folder)):
-                if layout.step_of(later) > step:
+                if layout.step_of(later) > self.last:
                     aside = _set_aside(later)
                     print(f"warning: {later} is of a later step and is set aside as {aside.name}", file=sys.stderr)
-            self._track(step)
-            best, link = self._best_step(self.run_state.state_dict()), self.folder / layout.BEST
-            if best and (self.folder / f"global_step_{best}").is_dir():
-                self._link_best(best)
-            elif not link.exists():  # of the abandoned part
+            self._track(self.last)
+            if not (link := self.folder / layout.BEST).exists():  # of the abandoned part
                 link.unlink(missing_ok=True)
-        return step
+        return self.last
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, hooks: dict[str, dict[str, Any]]) -> None:
         """Write ``global_step_<step>``, with `checkpoint.async_save` by a thread of each rank; collective.
+
+        hooks: the states of the hooks, which do not change while a thread writes them.
 
         Raises:
             NotWritten: If a rank cannot write its part; :meth:`finish` raises it if threads write. The new files are
@@ -228,15 +191,15 @@ class Checkpoints:
                 if self.is_rank0:
                     shutil.rmtree(_partial(folder), ignore_errors=True)
                     _partial(folder).mkdir(parents=True)
-            snapshot = Snapshot(self.engine, _partial(folder), self._later, self._chats)
-        run_state = self.run_state.state_dict()
+            snapshot = Snapshot(self.engine, _partial(folder), self._later, self._files)
+        best = self.best  # which may change while a thread writes
         if not self._later:
-            self._complete(folder, snapshot, run_state)
+            self._complete(folder, snapshot, hooks, best)
             return
 
         def complete() -> None:
             try:
-                self._complete(folder, snapshot, run_state)
+                self._complete(folder, snapshot, hooks, best)
             except BaseException as error:  # finish() raises it in the training thread
                 self._failure = error
 
@@ -263,7 +226,7 @@ class Checkpoints:
                 raise NotWritten(f"{folder} cannot be written: {error}") from error
             raise
 
-    def _complete(self, folder: Path, snapshot: Snapshot, run_state: dict[str, Any]) -> None:
+    def _complete(self, folder: Path, snapshot: Snapshot, hooks: dict[str, dict[str, Any]], best: int) -> None:
         """Write a snapshot; turn it into a checkpoint once it is whole."""
         partial = _partial(folder)
         with self._removed_on_failure(folder):
@@ -277,9 +240,13 @@ class Checkpoints:
                 if self.is_rank0:
                     _refuse_unseen(partial, of_ranks)
                     files = {name: facts for files in of_ranks for name, facts in files.items()}
-                    elastic = state.is_elastic(self.engine)
                     layout.Manifest(
-                        layout.step_of(folder), len(of_ranks), self.contents, run_state, elastic, files
+                        step=layout.step_of(folder),
+                        ranks=len(of_ranks),
+                        contents=self.contents,
+                        facts=self.identity.saved(),
+                        hooks=hooks,
+                        files=files,
                     ).write(partial)
                     for path in (partial / layout.MANIFEST, *filter(Path.is_dir, partial.rglob("*")), partial):
                         sync(path)
@@ -288,7 +255,6 @@ class Checkpoints:
                     os.replace(partial, folder)
                     sync(self.folder)
                     self._track(layout.step_of(folder))
-        best = self._best_step(run_state)
         if self.is_rank0:
             if best == layout.step_of(folder):
                 self._link_best(best)
@@ -318,10 +284,10 @@ class Checkpoints:
             sync(written)
         sync(self.folder)
 
-    @staticmethod
-    def _best_step(run_state: dict[str, Any]) -> int:
-        """Return the best step so far of `checkpoint.keep_best`, or 0."""
-        return run_state["watched"].get(KEEP_BEST, {}).get("step", 0)
+    def link_resumed_best(self, step: int) -> None:
+        """Let the link `best` name the best step of a resumed run, if the run's folder has its checkpoint."""
+        if self.is_rank0 and (self.folder / f"global_step_{step}").is_dir():
+            self._link_best(step)
 
     def _link_best(self, step: int) -> None:
         """Let the link `best` name a step's checkpoint, or warn."""
@@ -369,20 +335,3 @@ def _refuse_unseen(folder: Path, of_ranks: list[dict[str, layout.FileFacts]]) ->
                     "trainer.default_local_dir must be a folder that all ranks share; got "
                     f"{folder.parent}, where rank 0 does not see what rank {rank} wrote: {folder.name}/{name}"
                 )
-
-
-def save_final_memory(engine: StepEngine, folder: Path, step: int, settings: dict[str, Any] | None) -> None:
-    """Write a model's memory, if any, and its weights' settings; collective.
-
-    Raises NotWritten on every rank if the disk is full.
-    """
-    memory = engine.memory_state_dict()
-    try:
-        with errors_shared(), write_errors(folder):  # no rank goes on and exits before the memory is written
-            if memory and dist.get_rank() == 0:
-                assert settings is not None
-                save_memory_checkpoint(folder / layout.FINAL_MEMORY, memory, step)
-                of_weights = {name: value for name, value in settings.items() if name not in _SETTINGS_OF_A_RUN}
-                write_json(folder / layout.MEMORY_SETTINGS, of_weights)
-    except NotWritten as error:
-        raise NotWritten(f"{folder / layout.FINAL_MEMORY} cannot be written: {error}") from error

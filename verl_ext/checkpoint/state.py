@@ -15,13 +15,11 @@ numbers, which follow from `trainer.seed`, the step and the rank. Reading runs n
 import logging
 import math
 import pickle
-import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -33,11 +31,11 @@ from verl.utils.fsdp_utils import offload_fsdp_optimizer
 
 from verl_ext.engines.sharding import local_part
 from verl_ext.files import is_inside, write_errors
-from verl_ext.options import first_line, refuse
+from verl_ext.options import first_line
 from verl_ext.text.read.json_records import parse_json
 
+_OF_OPTIONS = ("base_lrs", "lr_lambdas", "_last_lr")  # of a schedule's state: they follow from a run's options
 STATE, EXTRA, ADAPTERS = "state", "extra.json", "adapter_config.json"
-SCALER = "gradient_scaler.pt"  # beside verl's files, instead of extra.json
 MODEL, OPTIMIZER = "model.", "optimizer."
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -48,14 +46,7 @@ _METADATA_CLASSES = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
 }
-_UINT32 = np.zeros(0, np.uint32)  # numpy's random state, which verl saves, is an array of them
-_NUMPY_RNG_GLOBALS: list[Any] = [_UINT32.__reduce__()[0], np.ndarray, np.dtype, type(_UINT32.dtype)]
 _log = logging.getLogger(__name__)
-
-
-def is_elastic(engine: Any) -> bool:
-    """Tell whether any number of ranks can read an engine's checkpoints."""
-    return engine.optimizer_config.optimizer_impl == "torch.optim"
 
 
 def collected_tensors(engine: Any) -> dict[str, torch.Tensor]:
@@ -250,9 +241,6 @@ def load_engine(engine: Any, folder: Path) -> None:
         ValueError: If the checkpoint cannot be read, is of another model, or holds pickles.
     """
     manager = engine.checkpoint_manager
-    if not (folder / STATE).is_dir():
-        _load_as_verl(engine, folder)
-        return
     if manager.should_load_optimizer:  # before the weights, because it runs a step with learning rate 0 on them
         _load_optimizer(folder / STATE, engine.module, engine.optimizer)
     if manager.should_load_model:
@@ -260,7 +248,10 @@ def load_engine(engine: Any, folder: Path) -> None:
     if manager.should_load_extra:
         schedule, scaler = read_extra(folder)
         _resume_schedule(engine.lr_scheduler, schedule)
-        _resume_scaler(engine, scaler, folder)
+        if engine.scaler is not None and scaler is not None:
+            engine.scaler.load_state_dict(scaler)
+        elif engine.scaler is not None and engine.rank == 0:
+            _log.warning("%s is not of an fp16 run: the loss scale starts at its initial value", folder)
     if engine._is_offload_optimizer:
         offload_fsdp_optimizer(engine.optimizer)
 
@@ -300,7 +291,8 @@ def _refuse(folder: Path, problem: str, names: Iterable[str]) -> None:
 def schedule_state(engine: Any) -> dict[str, Any]:
     """Return the content of extra.json."""
     scaler = None if engine.scaler is None else dict(engine.scaler.state_dict())
-    return {"lr_scheduler": dict(engine.lr_scheduler.state_dict()), "scaler": scaler}
+    schedule = {key: value for key, value in engine.lr_scheduler.state_dict().items() if key not in _OF_OPTIONS}
+    return {"lr_scheduler": schedule, "scaler": scaler}
 
 
 def read_extra(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -318,57 +310,9 @@ def read_extra(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 def _resume_schedule(schedule: Any, saved: Mapping[str, Any]) -> None:
     """Move the configured schedule to the saved step."""
-    of_options = ("base_lrs", "lr_lambdas", "_last_lr")
-    schedule.load_state_dict({**schedule.state_dict(), **{k: v for k, v in saved.items() if k not in of_options}})
+    kept = {key: value for key, value in saved.items() if key not in _OF_OPTIONS}
+    schedule.load_state_dict({**schedule.state_dict(), **kept})
     rates = [base * at(schedule.last_epoch) for base, at in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     schedule._last_lr = rates
-
-
-def _resume_scaler(engine: Any, saved: dict[str, Any] | None, folder: Path) -> None:
-    if engine.scaler is not None and saved is not None:
-        engine.scaler.load_state_dict(saved)
-    elif engine.scaler is not None and engine.rank == 0:
-        _log.warning("%s is not of an fp16 run: the loss scale starts anew", folder)
-
-
-def _load_as_verl(engine: Any, folder: Path) -> None:
-    """Read verl's own files; keep the configuration's options of optimizer and schedule."""
-    problem = None
-    try:
-        for path in sorted(folder.glob(f"*_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")):
-            check_file_of_verl(path)
-    except ValueError as error:
-        problem = str(error)
-    told: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, problem)  # ranks would wait in verl's barriers for a rank that fails to load
-    refuse([next(filter(None, told), None)])
-    schedule, groups = engine.lr_scheduler, engine.optimizer.param_groups
-    options = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    base_lrs = list(schedule.base_lrs)
-    engine.load_checkpoint(str(folder))
-    for group, own in zip(engine.optimizer.param_groups, options, strict=True):
-        group.update(own)
-    schedule.base_lrs = base_lrs
-    _resume_schedule(schedule, schedule.state_dict())
-    if engine.checkpoint_manager.should_load_extra:
-        path = folder / SCALER
-        _resume_scaler(engine, torch.load(path, weights_only=True) if path.is_file() else None, folder)
-
-
-def check_file_of_verl(path: Path) -> None:
-    """Raise ValueError for verl's file if unreadable or calling other code.
-
-    verl then reads it as any pickle. It may call the builders of tensors and of numpy's state alone.
-    """
-    try:
-        with torch.serialization.safe_globals(_NUMPY_RNG_GLOBALS):
-            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:
-        unknown = re.search(r"(?<=GLOBAL )[\w.]+", str(error)) if isinstance(error, pickle.UnpicklingError) else None
-        if unknown is None:
-            raise ValueError(f"a checkpoint must be whole; {path} cannot be read: {first_line(error)}") from error
-        raise ValueError(
-            f"a checkpoint must hold tensors and plain values alone; {path} has a pickle of {unknown[0]}"
-        ) from error

@@ -21,14 +21,16 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_ext.config import key_table
 from verl_ext.files import REPORT, output_problems
 from verl_ext.options import (
     REQUIRED,
@@ -38,13 +40,14 @@ from verl_ext.options import (
     UsageError,
     default_values,
     first_line,
+    nearest_key,
     option,
     options_of,
     refuse,
     spell,
     unknown,
 )
-from verl_ext.overrides import parsed_words, restored
+from verl_ext.overrides import parsed_words, quoted, restored, split_flags
 from verl_ext.redaction import redacted_text
 from verl_ext.text.read.sources import FORMATS, local_path
 from verl_ext.text.tokens.tokenizer import TRUSTED, ModelOptions, leave_out_torch
@@ -123,6 +126,8 @@ def command(
     example: str,
     read: Callable[[Sequence[str]], Any] | None = None,
     loads_models: Callable[[Any], bool] = lambda options: False,
+    first: str | Callable[[str], str] | None = None,
+    needs_words: bool = True,
 ) -> Callable[[Sequence[str]], int]:
     """Return a command's `main`, which runs it and returns an exit code.
 
@@ -136,13 +141,17 @@ def command(
         example: the words of the usage line.
         read: a function that parses the words into the argument of `run`, instead of :func:`read_options`.
         loads_models: tells of options whether `run` loads a model, for which transformers needs torch.
+        first: the option that a first word without a `=` gives, or a function that returns its override.
+        needs_words: whether the command prints its help if it gets no words.
     """
 
     def main(arguments: Sequence[str]) -> int:
-        if not arguments or {"-h", "--help"} & set(arguments):
-            print(help_text(name, options_class, example))
-            return 0 if arguments else 2
+        if (needs_words and not arguments) or {"-h", "--help"} & set(arguments):
+            return print_help(partial(help_text, name, options_class, example), arguments)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up like Ctrl-C.
+        if first is not None and arguments and not re.search(r"^-|=", arguments[0]):
+            word, *others = arguments
+            arguments = [first(word) if callable(first) else f"{first}={quoted(word)}", *others]
         try:
             options = read(arguments) if read else read_options(options_class, arguments)
             if isinstance(model := getattr(options, "model", None), ModelOptions):
@@ -164,6 +173,17 @@ def command(
     return main
 
 
+def print_help(text: Callable[[str], str], arguments: Sequence[str]) -> int:
+    """Print the help of a command for the topic behind the flag, if any; return the exit code."""
+    flag = next((number for number, word in enumerate(arguments) if word in ("-h", "--help")), len(arguments))
+    try:
+        print(text(next(iter(arguments[flag + 1 :]), "")))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if arguments else 2
+
+
 def words_of(words: Iterable[str], keys: Iterable[str]) -> list[str]:
     """Return the overrides of these keys and of the keys below them."""
     nodes = tuple(f"{key}." for key in keys)
@@ -178,7 +198,9 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more
     known = known_options(options_class)
     config = OmegaConf.create(default_values(options_class))
     try:
-        for item in parsed_words(arguments):
+        flags, words = split_flags(arguments)
+        refuse(f"an option is written key=value; got {flag}" for flag in flags)
+        for item in parsed_words(words):
             key, value = restored(item.key), item.parsed()
             if item.prefix == "~" or "@" in key:
                 raise ValueError(unknown(restored(f"{item.prefix}{item.key}"), known))
@@ -211,27 +233,95 @@ def known_options(options_class: type[Options], prefix: str = "") -> dict[str, O
     return known
 
 
-def help_text(name: str, options_class: type[Options], example: str) -> str:
-    """Return the usage, the options' docstring, and a line per option."""
-    rows = []
-    for key, field in known_options(options_class).items():
-        if _is_node(field):
-            continue
-        default = f"[{','.join(map(spell, value))}]" if isinstance(value := field.default, list) else spell(value)
-        if field.required and not field.default:
-            default = "required"
-        meaning = field.meaning
-        if any(choice not in meaning for choice in field.choices):
-            meaning += f" ({' | '.join(field.choices)})"
-        rows.append((key, default, meaning))
-    keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
-    indent = " " * (keys + defaults + 6)
-    width = max(shutil.get_terminal_size((120, 24)).columns, len(indent) + 40)
+def help_text(name: str, options_class: type[Options], example: str, topic: str = "") -> str:
+    """Return a command's help; with a topic, that of one key or node.
+
+    It has the usage, the options' docstring, and a line per option.
+
+    A command that passes overrides to the trainer also has the trainer's keys, of which `train` shows those that are
+    used most. Raises UsageError if no key has the topic.
+    """
+    own = [key_of(key, field) for key, field in known_options(options_class).items() if not _is_node(field)]
+    every = [*own, *_keys_of_trainer(name, own)]
+    if topic not in ("", "all"):
+        return "\n".join(_topic_lines(name, topic, every))
     lines = [f"usage: verl-ext {name} {example}", "", inspect.getdoc(options_class) or "", ""]
-    for key, default, meaning in rows:
-        first = f"  {key:<{keys}}  {default:<{defaults}}  "
-        lines += textwrap.wrap(meaning, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+    if name != "train" or topic:
+        return "\n".join([*lines, *table_lines(every if topic else own)])
+    used = {row.key: row for row in reversed(every)}
+    nodes = dict.fromkeys(row.key.partition(".")[0] for row in every if "." in row.key)
+    lines += ["The keys that are used most:", "", *table_lines([used[key] for key in key_table.MOST_USED]), ""]
+    lines += textwrap.wrap(
+        f"--help NODE lists the keys of a node ({', '.join(nodes)}) or of `tokenize`, --help KEY says all about a key "
+        "or a choice, and --help all lists every key.",
+        _width(),
+    )
     return "\n".join(lines)
+
+
+def key_help(name: str, topic: str) -> str:
+    """Return the help for a key or node of the trainer, for a command without options of its own."""
+    every = _keys_of_trainer(name)
+    return "\n".join(table_lines(every) if topic == "all" else _topic_lines(name, topic, every))
+
+
+def _keys_of_trainer(name: str, own: Sequence[key_table.KeyRow] = ()) -> list[key_table.KeyRow]:
+    """Return the keys that a command leaves to others: to the trainer and, for `train`, to `tokenize`."""
+    if name not in ("train", "plan", "launch"):
+        return []
+    more = [*key_table.keys_of("train"), *(key_table.keys_of("tokenize") if name == "train" else ())]
+    return [row for row in more if row not in own]
+
+
+def key_of(key: str, field: Option, of: str = "") -> key_table.KeyRow:
+    """Return an option as a row of the help; of: as in :class:`key_table.KeyRow`."""
+    default = f"[{','.join(map(spell, value))}]" if isinstance(value := field.default, list) else spell(value)
+    if field.required and not field.default:
+        default = "required"
+    bounds = {"≥": field.least, ">": field.above, "≤": field.most}
+    kind = "any" if field.type is Any else getattr(field.type, "__name__", "any")
+    limits = [f"{sign} {spell(bound)}" for sign, bound in bounds.items() if bound is not None]
+    values = " ".join([kind, *limits, *["or null"] * (field.nullable and kind != "any")])
+    return key_table.KeyRow(key, default, " | ".join(field.choices) or values, field.meaning, of)
+
+
+def table_lines(rows: Sequence[key_table.KeyRow]) -> Iterator[str]:
+    """Yield the lines of a help: key, default, and what the key means."""
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    widths[1] = min(widths[1], _LONG)
+    indent = " " * (sum(widths) + 6)
+    for row in rows:
+        meaning = f"with {row.of}: {row.meaning}" if row.of else row.meaning
+        if "|" in row.values and any(choice not in meaning for choice in row.values.split(" | ")):
+            meaning += f" ({row.values})"
+        first = f"  {row.key:<{widths[0]}}  {row.default:<{widths[1]}}  "
+        width = max(_width(), len(indent) + 40)
+        yield from textwrap.wrap(meaning, width, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _topic_lines(name: str, topic: str, every: Sequence[key_table.KeyRow]) -> Iterator[str]:
+    """Yield the keys of a node, or all about one key. Raises UsageError."""
+    topic = topic.partition("=")[0].lstrip("+~-")
+    below = key_table.keys_of(topic) if topic == "tokenize" and name == "train" else []
+    below = below or [row for row in every if row.key.startswith(f"{topic}.")]
+    exact = [row for row in every if row.key == topic]
+    if not (exact or below):
+        close = nearest_key(topic, dict.fromkeys(row.key for row in every))
+        hint = f" (nearest: {close})" if close else ""
+        raise UsageError(f"--help must be followed by a key, a node or all; got {topic}{hint}")
+    for row in exact:
+        yield f"{row.key}={row.default}" + (f"   with {row.of}" if row.of else "")
+        yield from textwrap.wrap(row.meaning, _width(), initial_indent="  ", subsequent_indent="  ")
+        yield from textwrap.wrap(f"values: {row.values}", _width(), initial_indent="  ", subsequent_indent="  ")
+    yield from [""] * bool(exact and below)
+    yield from table_lines(below)
+
+
+_LONG = 24  # letters of a default, behind which longer ones move their line
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def _is_node(field: Option) -> bool:

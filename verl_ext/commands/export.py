@@ -12,7 +12,7 @@ from verl_ext.options import REQUIRED, option
 
 _ADAPTER = "adapter_config.json"  # of a folder of PEFT
 _FORMS = ("merged", "adapter")
-_DTYPES = ("saved", "float32", "bfloat16", "float16")
+_DTYPES = ("source", "saved", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class ExportOptions(OutputOptions):
 
     The folder holds sharded safetensors, config and tokenizer; adapters are merged. form=adapter writes the adapters of
     a LoRA run as they are instead, as a folder that PEFT and vLLM load beside the base model. The export runs offline
-    and without GPUs, one tensor at a time; to merge a checkpoint of adapters alone (checkpoint.save_lora_only), it
-    needs the memory of the base model. Meanwhile the disk holds the weights twice. An adapter folder of PEFT, whichever
-    trainer wrote it, is merged into its base in memory.
+    and without GPUs, one tensor at a time; to merge a checkpoint of adapters alone, it needs the memory of the base
+    model. Meanwhile the disk holds the weights twice. An adapter folder of PEFT, whichever trainer wrote it, is merged
+    into its base in memory.
     """
 
     marker: ClassVar[str] = EXPORT_MARKER
@@ -35,15 +35,22 @@ class ExportOptions(OutputOptions):
     )
     base: str | None = option(
         None,
-        "folder of the base model, to merge a checkpoint of adapters alone; of an adapter folder also a Hub name; "
-        "null: that of its adapter_config.json",
+        "folder of the base model, to merge adapters alone; of an adapter folder also a Hub name; null: that of its "
+        "adapter_config.json, if it is there",
     )
     form: str = option(
         "merged", "adapters of a LoRA run: merged into the weights | adapter: a folder of their own", choices=_FORMS
     )
+    base_form: str = option(
+        "dequantized",
+        "weights into which adapters of a base in NF4 are merged; dequantized: the numbers that were trained on; "
+        "original: those of the base's files, for which the adapters were not trained",
+        choices=("dequantized", "original"),
+    )
     dtype: str = option(
-        "saved",
-        "data type of the weights, but for those that the model keeps in fp32; saved: as in the checkpoint",
+        "source",
+        "data type of merged weights, except those that the model keeps in fp32; source: as in the model that was "
+        "trained; saved: as in the checkpoint",
         choices=_DTYPES,
     )
     shard_gb: float = option(5.0, "maximum size of a weight file in gigabytes", above=0)
@@ -99,6 +106,7 @@ def export(options: ExportOptions) -> str:
             options.dtype,
             options.shard_gb,
             options.trust_remote_code,
+            options.base_form,
         )
     from verl_ext.checkpoint.export import export_checkpoint
 
@@ -112,6 +120,7 @@ def export(options: ExportOptions) -> str:
         options.form,
         options.trust_remote_code,
         options.license,
+        options.base_form,
     )
     if options.push_to is None:
         return told
@@ -121,4 +130,4 @@ def export(options: ExportOptions) -> str:
     return f"pushed to {push(Path(options.output_dir), options.push_to, options.private)}"
 
 
-main = command("export", ExportOptions, export, example="checkpoint=RUN/global_step_100 output_dir=DIR")
+main = command("export", ExportOptions, export, example="RUN output_dir=DIR [key=value …]", first="checkpoint")

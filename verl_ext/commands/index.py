@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
-from verl_ext.commands.report import aligned_rows, reported_options, tables
+from verl_ext.commands.report import aligned_rows, most_frequent, reported_options, tables
 from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.files import REPORT, OutputFolder, write_json
 from verl_ext.options import option
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder, optimal_dtype
-from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.read.sources import files_left_out, find_source_files
 from verl_ext.text.tokens.counts import CHAT_COUNTS, Counts
 from verl_ext.text.tokens.tokenizer import ModelOptions
 
@@ -64,12 +64,17 @@ def index_texts(options: IndexOptions) -> str:
             num_workers=options.num_workers,
         )
         by_source = dict(zip(options.sources, counts.values(), strict=True))
-        write_json(folder.path / REPORT, _report(options, encoder, by_source))
+        left_out = files_left_out(files)
+        write_json(folder.path / REPORT, _report(options, encoder, by_source, left_out))
         folder.publish()
-    return f"{aligned_rows(*tables('source', by_source, targets=False))}\n\nwritten to {options.output_dir}"
+    table = aligned_rows(*tables("source", by_source, targets=False))
+    notes = f"files left out, of other formats: {most_frequent(left_out)}\n\n" if left_out else ""
+    return f"{table}\n\n{notes}written to {options.output_dir}"
 
 
-def _report(options: IndexOptions, encoder: TextRecordEncoder, counts: Mapping[str, Counts]) -> dict[str, Any]:
+def _report(
+    options: IndexOptions, encoder: TextRecordEncoder, counts: Mapping[str, Counts], left_out: Mapping[str, int]
+) -> dict[str, Any]:
     """Return report.json's content, without times: equal runs write equal files."""
     in_all = _counted(Counts().add(*counts.values()))
     del in_all["examples"]
@@ -82,7 +87,7 @@ def _report(options: IndexOptions, encoder: TextRecordEncoder, counts: Mapping[s
         "options": reported_options(options),
         "working_folder": os.getcwd(),
         "sources": {name: _counted(of_source) for name, of_source in counts.items()},
-        "total": in_all,
+        "total": {**in_all, "left_out_files": dict(sorted(left_out.items()))},
     }
 
 

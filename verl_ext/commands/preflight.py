@@ -28,7 +28,7 @@ import psutil
 
 from verl_ext.commands.command_line import command
 from verl_ext.environment import differences, versions
-from verl_ext.launch.torchrun import end_with_launcher
+from verl_ext.launch.protocol import Launcher
 from verl_ext.options import REQUIRED, Options, UsageError, option, reason_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class PreflightOptions(Options):
 def check_nodes(options: PreflightOptions) -> str:
     """Check with all nodes; return a line, or raise all nodes' UsageError."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch, imported below, warns about the same things
-    end_with_launcher()
+    Launcher.from_environment().end_with_it()
     where = f"{options.master_addr}:{options.master_port}"
     own = _store_of_node_0(options) if options.node_rank == 0 else None
     store, local = _store_to_join(options)

@@ -30,6 +30,8 @@ class Report:
 
     The category is the source unless records name one. decode: turns tokens into text, for the first `preview`
     documents of each source. read: the number of records by source, including those that `sample` left out.
+    empty_files: the files without a record by source. files_left_out: by source, the files of its folders that are not
+    read, by suffix.
     """
 
     def __init__(self, options: ChatOptions, sources: Sequence[str], preview: int = 0, decode: Decode = str) -> None:
@@ -37,6 +39,8 @@ class Report:
         self.sources = {name: Counts() for name in sources}
         self.categories = {} if options.category_field else self.sources
         self.read: Counter[str] = Counter()
+        self.empty_files: Counter[str] = Counter()
+        self.files_left_out: dict[str, Counter[str]] = {name: Counter() for name in sources}
         self.previews: dict[str, list[list[Run]]] = {name: [] for name in sources}
         self.chat_template: str | None = None
         self.end_of_chat: str | None = None
@@ -95,6 +99,7 @@ class Report:
         """Return report.json's content, without times: equal runs write equal files."""
         in_all = self.total.as_dict()
         del in_all["examples"]
+        in_all["left_out_files"] = dict(sorted(sum(self.files_left_out.values(), Counter[str]()).items()))
         return {
             "tokenizer": self.options.model.tokenizer,
             "new_tokens": self.new_tokens,
@@ -116,6 +121,8 @@ class Report:
     def _source(self, name: str, counts: Counts) -> dict[str, Any]:
         """Return a source's entry; with counts if categories are not the sources."""
         found: dict[str, Any] = {"records_read": self.read[name], "records_sampled": counts.records}
+        found["empty_files"] = self.empty_files[name]
+        found["left_out_files"] = dict(sorted(self.files_left_out[name].items()))
         if self.options.category_field:
             found |= {"records_without_category": counts.uncategorised, **counts.as_dict()}
         return {**found, "preview": self.previews[name]}
@@ -146,6 +153,10 @@ class Report:
 
     def _notes(self, name: str, counts: Counts) -> Iterator[str]:
         """Yield a line for each finding in a source."""
+        if files := self.files_left_out[name]:
+            yield f"files left out, of other formats: {most_frequent(files)}"
+        if empty := self.empty_files[name]:
+            yield f"warning: {empty:,} files without a record"
         if self.read[name] > (both := self._records(name)):
             yield f"sampled: {both:,} of {self.read[name]:,} records"
         if held := both - counts.records:
@@ -157,21 +168,24 @@ class Report:
             yield f"preferences: {_preferences(counts.preferences)}"
         # The ends of turns come first: where they are missing, the model does not learn to stop.
         if ends := {text: count for text, count in counts.end_of_turn.items() if text}:
-            yield f"end of turn: {_most(ends, ' turns')}"
+            yield f"end of turn: {most_frequent(ends, ' turns')}"
         if counts.text_ends:
-            ends_as_text = _most(counts.text_ends, " turns")
+            ends_as_text = most_frequent(counts.text_ends, " turns")
             hint = "model.new_special_tokens makes it one"
             yield f"no token of the tokenizer, but learnt as text, is the end of turn {ends_as_text}: {hint}"
         if open_turns := counts.end_of_turn[""]:
-            yield f"warning: {open_turns:,} turns have no end-of-turn token: the model does not learn to stop there"
+            yield f"warning: {open_turns:,} turns have no end-of-turn token to stop at; end_of_chat=TOKEN adds one"
         if counts.border_tokens:
             yield f"{counts.border_tokens:,} tokens at borders of turns hold text of the template too, and are learnt"
         if any(counts.target_kinds[kind] for kind in (REASONING, TOOL_CALL, PROMPT)):
             targets = {kind.replace("_", " "): count for kind, count in counts.target_kinds.items() if count}
-            yield f"target tokens: {_most(targets)}"
+            yield f"target tokens: {most_frequent(targets)}"
         if counts.context_parts:
             context = {kind.replace("_", " "): count for kind, count in counts.context_parts.items()}
-            yield f"in the text and no target: {_most(context, ' parts of turns')}"
+            yield f"in the text and no target: {most_frequent(context, ' parts of turns')}"
+        for field, values in counts.loss_weights.items():
+            weights = f"from {values['least']:g} to {values['most']:g}, in {values['records']:,} records"
+            yield f"weights of targets from the field {field}: {weights}; columns={{{field}: null}} leaves it out"
         # The rest tells what the tokens lack of the records, or hold in another form.
         if counts.duplicates:
             yield f"left out: {counts.duplicates:,} records with the tokens of an earlier one"
@@ -184,15 +198,17 @@ class Report:
         if counts.dropped_blocks:
             yield f"left out: empty thinking blocks of {counts.dropped_blocks:,} chats drawn by drop_empty_reasoning"
         if counts.text_calls:
-            yield f"{counts.text_calls:,} messages of function_call are no JSON of a call, and are learnt as text"
+            yield f"{counts.text_calls:,} messages of function_call are not JSON of a call, and are learnt as text"
+        if counts.readings:
+            yield f"texts read as: {most_frequent(counts.readings, ' records')}"
         if counts.closed_again:
             yield f"{counts.closed_again:,} answers close a thinking block that is closed before them already"
         if counts.unprinted:
-            yield f"not printed by the chat template: {_most(counts.unprinted, ' records')}"
+            yield f"not printed by the chat template: {most_frequent(counts.unprinted, ' records')}"
         if counts.dropped_media:
-            yield f"left out: {_most(counts.dropped_media)}"
+            yield f"left out: {most_frequent(counts.dropped_media)}"
         if counts.unused_fields:
-            yield f"fields not used: {_most(counts.unused_fields)}"
+            yield f"fields not used: {most_frequent(counts.unused_fields)}"
 
 
 def _preferences(counts: Mapping[str, int]) -> str:
@@ -209,10 +225,14 @@ def _preferences(counts: Mapping[str, int]) -> str:
     for name, meaning in (("parts", "reasoning"), ("ends", "an end of turn")):
         if unequal := counts.get(f"unequal_{name}"):
             parts.append(f"{unequal:,} pairs of which only one answer has {meaning}")
+    if unequal := counts.get("unequal_prompts"):
+        parts.append(f"{unequal:,} pairs whose prompt the template prints in another form before each answer")
+    if turned := counts.get("scores_reversed"):
+        parts.append(f"warning: {turned:,} pairs whose preferred answer has the lower score")
     return "; ".join(parts)
 
 
-def _most(counts: Mapping[str, int], unit: str = "") -> str:
+def most_frequent(counts: Mapping[str, int], unit: str = "") -> str:
     """List the most frequent names: `a (3 turns), b (1 turns)`."""
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
     listed = ", ".join(f"{one_line(name)} ({count:,}{unit})" for name, count in most)

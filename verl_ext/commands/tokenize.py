@@ -32,9 +32,8 @@ from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.encoder_tokens import TokenRecordEncoder, has_tokens
 from verl_ext.text.held_out import KEYS, RecordChoice
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
-from verl_ext.text.read.sources import SourceFile, find_source_files
+from verl_ext.text.read.sources import SourceFile, files_left_out, find_source_files
 from verl_ext.text.tokenizing import key_above_lowest, tokenize_files
-from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Documents, numbered
 from verl_ext.text.tokens.new_tokens import tokens_of
 
@@ -185,18 +184,24 @@ def write_dataset(
     folders = [folder] if options.val_share is None else [folder / part for part in PARTS]
     parts = _Parts([_Part(each, options, encoder.decode, shard_bytes) for each in folders])
     report = parts.parts[0].report
+    for number, name in enumerate(sources, start=1):
+        report.files_left_out[name] = files_left_out(file for file in files if file.category_id == number)
 
     def add(documents: Documents) -> Documents:
         documents = numbered(documents, categories)
         return parts.add([documents] if choice is None else choice.split(documents))
 
-    tokenize_files(files, encoder, add, parts, read=_sampled(options, files, encoder, report.read), **how)
+    tokenize_files(files, encoder, add, parts, read=_sampled(options, files, encoder, report), **how)
     if len(folders) > 1:
         report.held_out = parts.parts[1].report
         report.held_out.read = report.read
     report.check(options.sources)
     if report.held_out is not None:
-        _check_division(options.val_share, report.total, report.held_out.total)
+        train, held_out = report.total, report.held_out.total
+        if not (train.documents and held_out.documents):
+            what = "leave a document for training" if held_out.documents else "hold out a document"
+            got = f"which holds out {held_out.records:,} of {train.records + held_out.records:,} records"
+            raise DataError(f"val_share must {what}; got {options.val_share}, {got}")
         write_json(folder / REPORT, report.division())
         write_json(folder / "dataset_dict.json", {"splits": list(PARTS)})  # what `datasets.load_from_disk` reads
     for part in parts.parts:
@@ -248,14 +253,6 @@ class _Parts:
             part.writer.abandon()
 
 
-def _check_division(share: Any, train: Counts, held_out: Counts) -> None:
-    """Raise `DataError` for a `val_share` that leaves one side without a document."""
-    if not (train.documents and held_out.documents):
-        what = "leave a document for training" if held_out.documents else "hold out a document"
-        got = f"which holds out {held_out.records:,} of {train.records + held_out.records:,} records"
-        raise DataError(f"val_share must {what}; got {share}, {got}")
-
-
 def _first_not_held_out(options: TokenizeOptions, files: Sequence[SourceFile], encoder: Encoder, **how: Any) -> int:
     """Return the key below which records are held out.
 
@@ -266,13 +263,13 @@ def _first_not_held_out(options: TokenizeOptions, files: Sequence[SourceFile], e
         return 0
     if isinstance(share, float):
         return round(share * KEYS)
-    return key_above_lowest(files, encoder, share, read=_sampled(options, files, encoder, Counter()), **how)
+    return key_above_lowest(files, encoder, share, read=_sampled(options, files, encoder), **how)
 
 
 def _sampled(
-    options: TokenizeOptions, files: Sequence[SourceFile], encoder: Encoder, counts: Counter[str]
+    options: TokenizeOptions, files: Sequence[SourceFile], encoder: Encoder, report: Report | None = None
 ) -> Callable[[SourceFile, ChunkSize], Iterator[Chunk]]:
-    """Return a reader of drawn records, which counts all by source."""
+    """Return a reader of drawn records, which counts all, and files without any, by source in a report."""
     sources, places = list(options.sources), Counter[str]()
     limits = cache(partial(_sample_limit, options, files))
 
@@ -280,11 +277,16 @@ def _sampled(
         name, limit = sources[file.category_id - 1], limits(file.category_id)
         numbers = _numbers(options.seed, name, places[name])
         places[name] += 1
+        records = 0
         for chunk in encoder.read(file, size):
-            counts[name] += len(chunk.records)
+            records += len(chunk.records)
+            if report is not None:
+                report.read[name] += len(chunk.records)
             if limit is not None:
                 chunk = replace(chunk, records=[record for record in chunk.records if next(numbers) < limit])
             yield chunk
+        if report is not None and not records:
+            report.empty_files[name] += 1
 
     return read
 

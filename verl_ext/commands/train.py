@@ -14,7 +14,7 @@ then wait for the folders (verl_ext/trainer/start.py).
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,12 @@ from typing import Any, ClassVar
 from verl_ext.cache import default_root, is_complete
 from verl_ext.commands.command_line import command, known_options, read_options, words_of
 from verl_ext.commands.tokenize import PARTS, TokenizeOptions, summary, write_dataset
+from verl_ext.config.key_table import read_words, refuse_early
 from verl_ext.config.legacy import is_name_of_verl
+from verl_ext.config.run_file import expanded
 from verl_ext.config.translation import translate
-from verl_ext.launch.run import Awaited, run_torchrun
+from verl_ext.custom import names_own_class
+from verl_ext.launch.run import run_torchrun
 from verl_ext.options import DataError, Options, UsageError, option
 from verl_ext.overrides import Item, quoted
 from verl_ext.text.encoder_chats import ChatEncoder
@@ -57,28 +60,66 @@ class TrainOptions(Options):
     """Train a model from raw files on this machine.
 
     The files are tokenized, then torchrun trains. Besides the keys below, the command takes the options of `verl-ext
-    tokenize` by their names (turns=last, sample=1000) and the overrides of the trainer (docs/training.md); both use
-    model.path. The same files, tokenizer and options are tokenized only once. After Ctrl-C or SIGTERM the ranks save,
-    and the same command goes on. Options of verl's own SFT trainers are read too (docs/plugging_in.md).
+    tokenize` by their names (turns=last, sample=1000) and the overrides of the trainer; both use model.path. The same
+    files, tokenizer and options are tokenized only once. After Ctrl-C or SIGTERM the ranks save, and the same command
+    goes on. Options of verl's own SFT trainers are read too (docs/guides/verl/commands.md).
     """
 
     data: SourceKeys = option(SourceKeys, "data to tokenize")
     nproc: int | None = option(None, "number of ranks; null: one per GPU of this machine, or 1 without GPUs", least=1)
+    dry_run: bool = option(False, "true: check everything, print the commands and the whole configuration, and end")
 
 
-def tokenize_and_train(words: Sequence[str]) -> str:
-    """Tokenize if needed, and train; raise SystemExit with a nonzero code."""
+@dataclass(frozen=True)
+class Split:
+    """The words of a command line by their readers.
+
+    Attributes:
+        words: all of them, by today's names.
+        options: those of this command.
+        texts: the sources to tokenize, by the option of the trainer that names their folder.
+        folders: the folders of tokenized documents, by option.
+        overrides: those of the trainer.
+    """
+
+    words: Sequence[str]
+    options: TrainOptions
+    texts: Mapping[str, "Texts"]
+    folders: Mapping[str, Path]
+    overrides: Sequence[str]
+
+    @property
+    def trainer_words(self) -> list[str]:
+        """The words of the trainer with the folders."""
+        return [*(_word(key, folder) for key, folder in self.folders.items()), *self.overrides]
+
+
+def split(words: Sequence[str], needs_torch: bool = False, trains: bool = True) -> Split:
+    """Split a command line; raise UsageError and DataError with a line for each mistake that this shows.
+
+    needs_torch: whether this process will use torch, also after a tokenizer was loaded. trains: whether a rate is
+    needed.
+    """
+    given, words = words, expanded(words)
+    read_words(words)
     words = _translated([f"data.{word}" if word.startswith("val_share=") else word for word in words])
     # Every word has one reader: this command, `tokenize`, or the trainer, which gets the rest (model.* has two).
-    own, encoding = words_of(words, ["nproc"]), []
+    own, encoding = words_of(words, ["nproc", "dry_run"]), []
     keys = [*NODES.values(), _SHARE]
+    given_here = {"model", "sources", "output_dir", "overwrite", "val_share"}
+    of_tokenize = {*known_options(TokenizeOptions), *TokenizeOptions.gone} - given_here
     if words_of(words, keys):  # else data.cache_dir belongs to a dataset that reads text itself
         own += words_of(words, [*keys, "data.cache_dir"])
-        given_here = {"model", "sources", "output_dir", "overwrite", "val_share"}
-        encoding = words_of(words, {*known_options(TokenizeOptions), *TokenizeOptions.gone} - given_here)
+        encoding = words_of(words, of_tokenize)
+    else:  # a run's file still has the options of the sources in whose place data.train_dir came
+        moot = words_of([word for word in words if word not in given], of_tokenize)
+        words = [word for word in words if word not in moot or words_of([word], ["model"])]
     of_both = words_of(encoding, ["model"])
     overrides = [word for word in words if word not in own and (word not in encoding or word in of_both)]
     options, texts = read_options(TrainOptions, own), {}
+    refuse_early(overrides, trains)
+    if needs_torch or options.dry_run:  # before a tokenizer is loaded without it
+        import verl_ext.trainer.start  # noqa: F401
     _check_share(words, options.data.val_share)
     share = [word.replace(_SHARE, "val_share", 1) for word in words_of(own, [_SHARE])]
     # A folder is named before it is written, so that the ranks can start while it is tokenized.
@@ -86,30 +127,46 @@ def tokenize_and_train(words: Sequence[str]) -> str:
     for key, node in NODES.items():
         if not (sources := [word.replace(node, "sources", 1) for word in words_of(own, [node])]):
             continue
-        if given := words_of(overrides, [key]):
-            raise UsageError(f"{key} must not be given beside {node}, which it would be made of; got {given[0]}")
+        if also := words_of(overrides, [key]):
+            raise UsageError(f"{key} must not be given beside {node}, which it would be made of; got {also[0]}")
         others = [*encoding, *share] if key == "data.train_dir" else _for_validation(encoding, sources)
         texts[key] = Texts(node, [*sources, *others], default_root("verl_ext_tokenized", options.data.cache_dir))
         folders[key] = texts[key].folder
     if options.data.val_share is not None:
         folders = {key: texts["data.train_dir"].folder / part for key, part in zip(NODES, PARTS, strict=True)}
-    ranks = options.nproc or _num_gpus() or 1
+    return Split(words, options, texts, folders, overrides)
+
+
+def tokenize_and_train(words: Sequence[str]) -> str:
+    """Tokenize if needed, and train; raise SystemExit with a nonzero code."""
+    parts = split(words)
+    options, texts, folders = parts.options, parts.texts, parts.folders
+    if (ranks := options.nproc) is None:
+        import torch  # here, because importing it takes seconds
+
+        ranks = torch.cuda.device_count() or 1
     line = ["torchrun", "--standalone", "--local_addr=127.0.0.1", f"--nproc_per_node={ranks}"]
-    line += ["-m", "verl_ext.fsdp_sft_trainer", *(_word(key, folder) for key, folder in folders.items()), *overrides]
+    line += ["-m", "verl_ext.fsdp_sft_trainer", *parts.trainer_words]
+
+    commands = "\n".join(f"  {shlex.join(words)}" for words in (*(each.command for each in texts.values()), line))
+    categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
+    if options.dry_run:
+        from verl_ext.trainer.start import check_without_data
+
+        try:
+            composed = check_without_data(parts.overrides, ranks, folders, categories)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return f"{composed}\nNothing was started. The commands of the run:\n{commands}"
 
     def tokenize() -> None:
         for each in texts.values():
             each.tokenize()
-        print("The same in single commands:", flush=True)
-        for command_line in (*(each.command for each in texts.values()), line):
-            print(f"  {shlex.join(command_line)}", flush=True)
+        print(f"The same in single commands:\n{commands}", flush=True)
 
     # The ranks wait for a folder only if it is not there yet.
-    awaited = None
-    if not all(each.are_tokenized for each in texts.values()):
-        categories = texts["data.train_dir"].categories if "data.train_dir" in texts else []
-        awaited = Awaited(tuple(folders), tuple(categories))
-    if code := run_torchrun(line[1:], tokenize, awaited):
+    awaited = [] if all(each.are_tokenized for each in texts.values()) else [*folders]
+    if code := run_torchrun(line[1:], tokenize, awaited=awaited, categories=categories, words=parts.words):
         raise SystemExit(code)
     return ""
 
@@ -154,7 +211,7 @@ def _translated(words: Sequence[str]) -> Sequence[str]:
     if not any(is_name_of_verl(item.key) for item in items):
         return words
     values = {item.key: item.value for item in items}
-    own_class = values.get("data.custom_cls.name") not in (None, "null", "SFTDataSet")
+    own_class = names_own_class(values.get("data.custom_cls.path"), values.get("data.custom_cls.name"))
     found = translate(items, own_class, packed=values.get("data", "packed") == "packed")
     if found.problems:
         raise UsageError("\n".join(found.problems))
@@ -228,12 +285,6 @@ class Texts:
             message = re.sub(r"(?<![\w.])sources\b", self._node, str(error)).replace("output_dir", "data.cache_dir")
             message = re.sub(r"(?<![\w.])val_share\b", _SHARE, message)
             raise (UsageError if isinstance(error, UsageError) else DataError)(message) from error
-
-
-def _num_gpus() -> int:
-    import torch  # here, because importing it takes seconds
-
-    return torch.cuda.device_count()
 
 
 main = command(

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from verl_ext.config.adapter_weights import adapter_weight_problems, tables_in
 from verl_ext.config.architecture import Architecture
-from verl_ext.engines.lora import LoraOptions, given_settings
+from verl_ext.engines.lora import (
+    ALL_LINEAR,
+    LoraOptions,
+    adapted_parts,
+    as_written,
+    counted_parts,
+    expected_parts,
+    given_settings,
+)
 from verl_ext.engines.new_rows import ROWS, embeddings_and_head, is_whole, trained_rows
 from verl_ext.engines.optimizer import rate_problems
 from verl_ext.layers.towers import name_hint, outside_text, text_alone
@@ -56,33 +65,19 @@ def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
     is_local = adapter and (os.path.exists(adapter) or adapter.startswith((".", "/", "~")))
     if not options.lora_rank or (is_local and not os.path.isfile(os.path.join(adapter, "adapter_config.json"))):
         return []  # path_problems reports it
-    from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 
     settings = given_settings(options)
     targets, parameters = plain(options.target_modules), plain(config.values["model"].get("target_parameters"))
     if problems := list(_setting_problems(settings, adapter, targets, parameters)):
         return problems
-    if adapter:
-        key = "model.lora_adapter_path: target_modules"
-        try:
-            lora: Any = LoraConfig.from_pretrained(adapter)
-        except (OSError, TypeError, ValueError) as error:
-            return [f"model.lora_adapter_path must hold an adapter of LoRA; got {adapter}: {first_line(error)}"]
-        if problems := list(_variant_problems(lora, adapter)):
-            return problems
-    else:
-        key = "model.target_modules"
-        lora = LoraConfig(
-            r=options.lora_rank,
-            lora_alpha=options.lora_alpha,
-            target_modules=targets,
-            target_parameters=parameters,
-            exclude_modules=plain(options.exclude_modules),
-            **settings,
-        )
-        if model.module is not None:
-            vars(lora).update(trained_rows(model.module, model.new_pieces, lora.modules_to_save or ()))
+    key = "model.lora_adapter_path: target_modules" if adapter else "model.target_modules"
+    try:
+        lora = _lora_config(config, model)
+    except (OSError, TypeError, ValueError) as error:
+        return [f"model.lora_adapter_path must hold an adapter of LoRA; got {adapter}: {first_line(error)}"]
+    if adapter and (problems := list(_variant_problems(lora, adapter))):
+        return problems
     given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
     if model.module is not None and (problems := list(_name_problems(model, lora, key))):
         return problems
@@ -100,6 +95,42 @@ def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
         return problems
     # What names do not tell, a copy of the model with these adapters does.
     return [] if model.module is None else list(_merge_problems(config, model, lora))
+
+
+def _lora_config(config: "RunConfig", model: Architecture) -> Any:
+    """Return a run's LoraConfig with the names that the user wrote; an adapter folder's stays as it is.
+
+    Raises OSError, TypeError or ValueError for a folder whose config cannot be read.
+    """
+    from peft import LoraConfig
+
+    options = config.model_options
+    if options.lora_adapter_path:
+        return LoraConfig.from_pretrained(options.lora_adapter_path)
+    lora: Any = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        target_modules=plain(options.target_modules),
+        target_parameters=plain(config.values["model"].get("target_parameters")),
+        exclude_modules=plain(options.exclude_modules),
+        **given_settings(options),
+    )
+    if model.module is not None:
+        vars(lora).update(trained_rows(model.module, model.new_pieces, lora.modules_to_save or ()))
+        lora.exclude_modules = text_alone(model.module, lora.exclude_modules)
+    return lora
+
+
+def adapter_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:
+    """Yield a line that says where the adapters of a run are, and one about weights beside them."""
+    if not config.model_options.lora_rank or model.module is None:
+        return
+    lora, folder = _lora_config(config, model), config.model_options.lora_adapter_path
+    parts = expected_parts(model.module, lora if folder else as_written(model.module, lora))
+    yield f"adapters of rank {lora.r} are on {counted_parts(parts)}"
+    tables = tables_in(model.module, folder) if folder else {}
+    if others := sorted(key for key, name in tables.items() if not is_whole(name, lora.modules_to_save or ())):
+        yield f"model.lora_adapter_path also holds {', '.join(others)}, in place of those of model.path"
 
 
 def _setting_problems(settings: Mapping[str, Any], adapter: str | None, targets: Any, parameters: Any) -> Iterator[str]:
@@ -134,7 +165,7 @@ def _name_problems(model: Architecture, lora: Any, key: str) -> Iterator[str]:
     modules = {name: part for name, part in model.module.named_modules() if not f"{name}.".startswith(outside)}
     parameters = [name for name, _ in model.module.named_parameters() if not name.startswith(outside)]
     given = lora.target_modules
-    for target in () if given in (None, "all-linear") else [given] if isinstance(given, str) else sorted(given):
+    for target in () if given in (None, ALL_LINEAR) else [given] if isinstance(given, str) else sorted(given):
         alone = LoraConfig(target_modules=target if isinstance(given, str) else [target])
         if not any(targets_module(alone, name) for name in modules):
             hint = nearest_hint(target, {name.rpartition(".")[2] for name in modules})
@@ -214,7 +245,8 @@ def _merge_problems(config: "RunConfig", model: Architecture, lora: Any) -> Iter
     key, got = "model.lora_adapter_path", config.model_options.lora_adapter_path
     if got is None:
         key, got = "model.target_modules", spell(plain(config.model_options.target_modules))
-        lora.exclude_modules = text_alone(module, lora.exclude_modules)
+        lora = as_written(module, lora)
+    expected = expected_parts(module, lora)
     try:
         adapted = with_adapters(module, lora)
     except Exception as error:  # PEFT raises any error for modules that it does not adapt
@@ -223,6 +255,12 @@ def _merge_problems(config: "RunConfig", model: Architecture, lora: Any) -> Iter
                 key, got = f"model.{name}", spell(value)
         yield f"{key} must be adapters that a {model.name} can have; got {got} ({first_line(error)})"
         return
+    if other := set(expected) ^ set(adapted_parts(adapted)):
+        yield f"{key} must be names that PEFT adapts as they are written; got {got} ({counted_parts(other)} differ)"
+        return
+    # The tensors of a folder are compared before its adapters are merged, and told last.
+    folder = config.model_options.lora_adapter_path
+    differences = [*adapter_weight_problems(model.module, adapted, folder)] if folder else []
     yield from rate_problems(adapted, config.optim.lr_of)
     if failure := _trial(model, lora, adapted):
         yield f"{key} must be adapters with which a {model.name} computes; got {got} ({failure})"
@@ -236,6 +274,8 @@ def _merge_problems(config: "RunConfig", model: Architecture, lora: Any) -> Iter
                 f"({first_line(error)}); got {spell(list(config.checkpoint.save_contents))}: "
                 "verl-ext export form=adapter writes them as they are"
             )
+            return
+    yield from differences
 
 
 def _trial(model: Architecture, lora: Any, adapted: Any) -> str | None:

@@ -9,34 +9,43 @@ from verl.trainer.config import CheckpointConfig
 
 from verl_ext.options import Options, option, spell
 
-_WATCHABLE = re.compile(r"val/((loss|answer)(_\d+_(\d+|inf))?|answer/.+|.+_loss)")
+_OF_A_BIN = r"(_\d+_(\d+|inf))?"
+# The metrics of which more is better.
+_GAINS = "accuracy|exact_match|reward_margin|reward_chosen|logp_chosen"
 KEEP_BEST, EARLY_STOP = "checkpoint.keep_best", "trainer.early_stop.metric"
 
 
 def is_of_answers(metric: str) -> bool:
-    """Tell whether a metric is a score of answers: more is better."""
-    return re.fullmatch(r"val/answer(/.+|_\d+_(\d+|inf))?", metric) is not None
+    """Tell whether a metric is a score of answers to `eval.prompts`."""
+    return re.fullmatch(rf"val/answer(/.+|{_OF_A_BIN})", metric) is not None
+
+
+def is_gain(metric: str) -> bool:
+    """Tell whether more of a metric is better."""
+    return is_of_answers(metric) or re.fullmatch(rf"val/(.+_)?({_GAINS}){_OF_A_BIN}", metric) is not None
 
 
 def _metric_problem(key: str, metric: str | None) -> str | None:
-    """Return a line if no validation has a metric of this form."""
-    if metric is None or _WATCHABLE.fullmatch(metric):
+    """Return a line if a metric is not one of validation; which of these a run has is known with its data."""
+    if metric is None or re.fullmatch("val/.+", metric):
         return None
-    forms = "val/loss, val/CATEGORY_loss, val/loss_FROM_TO, val/answer, val/answer/CATEGORY or val/answer_FROM_TO"
-    return f"{key} must be {forms}; got {spell(metric)}"
+    return f"{key} must be a metric of validation, such as val/loss or val/CATEGORY_loss; got {spell(metric)}"
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the checkpoint node
 class BestOptions(Options):
-    """The keys of the checkpoint node that verl lacks."""
+    """The keys of the checkpoint node that verl lacks, or has with another default."""
 
     prefix: ClassVar[str] = "checkpoint"
 
+    save_lora_only: bool = option(
+        True, "true: a checkpoint of a run with adapters holds what is trained alone, false: the frozen base too"
+    )
     keep_best: str | None = option(
         None,
-        "metric whose best step is saved at once, kept beyond trainer.max_ckpt_to_keep and linked as best: val/loss, "
-        "val/CATEGORY_loss, val/loss_FROM_TO (the lowest), val/answer, val/answer/CATEGORY, val/answer_FROM_TO (the "
-        "highest); null: none",
+        "metric of validation or answers whose best step is saved at once, kept beyond trainer.max_ckpt_to_keep and "
+        "linked as best, such as val/loss or val/CATEGORY_loss (the lowest), val/reward_accuracy, val/reward_margin or "
+        "val/answer (the highest); null: none",
     )
 
     def problems(self) -> Iterable[str | None]:

@@ -29,11 +29,13 @@ from verl_ext.engines.activations import NEEDS_CHECKPOINTS
 from verl_ext.engines.adam8bit import AdamW8bit
 from verl_ext.engines.optimizer import OWN, built_optimizer, step_problem
 from verl_ext.engines.router import asks_for_router_loss
-from verl_ext.engines.schedule import schedule_problems
+from verl_ext.engines.schedule import OptimOptions, schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
-from verl_ext.layers.towers import model_class
+from verl_ext.layers.towers import model_class, without_code
 from verl_ext.losses import PREFERENCE_MODES, PreferenceOptions
-from verl_ext.options import check_choice, choice_problem, first_line, refuse, spell
+from verl_ext.options import choice_problem, first_line, nearest_hint, options_of, refuse, spell
+from verl_ext.parallel.experts import KEY as EP
+from verl_ext.plugin import register_architectures
 
 _ON_GPU_ALONE = ("bitsandbytes", "torchao")  # packages whose optimizers take no steps on a CPU
 _OF_GPU = ("capturable", "foreach", "fused")  # options that are refused on a CPU
@@ -59,6 +61,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
         batch_problem(config, config.machine.world_size),
         *run_path_problems(config),
         *device_problems(config),
+        rate_problem(config),
         optimizer_problem(config),
         *schedule_problems(config.optim),
         *library_problems(config),
@@ -75,7 +78,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
         try:
             model = kind.examine(config, _hf_config(config, path) if hf_config is None else hf_config)
             problems += wrap_problems(config, model.hf_config)
-            if config.eval.asks_model:
+            if config.eval.prompts is not None:
                 problems += kind.answer_problems(config, model.hf_config)
         except ValueError as error:
             problems += str(error).splitlines()
@@ -161,6 +164,10 @@ def batch_problem(config: Any, ranks: int) -> str | None:
     shard = config.engine.fsdp_size
     if shard != -1 and (shard < 1 or ranks % shard):
         return f"engine.fsdp_size must divide the number of ranks or be -1; got {shard} with {ranks}"
+    of_shards = "the number of ranks" if shard == -1 else "engine.fsdp_size"
+    if (ranks if shard == -1 else shard) % config.parallel.expert_parallel:
+        got = f"got {config.parallel.expert_parallel} with {ranks if shard == -1 else shard}"
+        return f"{EP} must divide {of_shards}; {got}"
     batch, micro = config.data.train_batch_size, config.data.micro_batch_size_per_gpu
     packs = ranks // (ulysses * groups)
     if batch % (packs * micro) == 0:
@@ -184,16 +191,18 @@ def check_categories(loss: Any, names: Sequence[str]) -> None:
         raise ValueError(f"{key} must leave a category a weight above 0; got 0 for all of {', '.join(names)}")
 
 
-def check_watched(config: RunConfig, categories: Iterable[str], asked: Iterable[str]) -> None:
+def check_watched(config: RunConfig, measured: Sequence[str], asked: Iterable[str]) -> None:
     """Raise ValueError for a watched metric that no validation has.
 
-    categories, asked: the categories of the validation set and of the prompts.
+    measured: the metrics of a validation. asked: the categories of the prompts.
     """
     bins = config.trainer.bins.names
-    losses = ["val/loss", *(f"val/{name}_loss" for name in categories), *(f"val/loss_{name}" for name in bins)]
     scores = ["val/answer", *(f"val/answer/{name}" for name in asked), *(f"val/answer_{name}" for name in bins)]
     for key, metric in config.watched.items():
-        check_choice(key, metric, scores if is_of_answers(metric) else losses)
+        names = scores if is_of_answers(metric) else measured
+        if metric not in names:
+            must = f"{key} must be a metric that a validation of this run has, such as {names[0]}"
+            raise ValueError(f"{must}; got {metric}{nearest_hint(metric, names)}")
 
 
 def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
@@ -302,6 +311,11 @@ def wrap_problems(config: RunConfig, hf_config: Any) -> Iterator[str | None]:
         yield None if name in known else choice_problem(f"engine.wrap_policy.{key}", name, layers)
 
 
+def rate_problem(config: RunConfig) -> str | None:
+    """Return a line if a training has no learning rate."""
+    return replace(options_of(OptimOptions)["lr"], required=True).problem("optim.lr", config.optim.lr)
+
+
 def optimizer_problem(config: RunConfig) -> str | None:
     """Return a line if the optimizer is unknown or takes no steps.
 
@@ -333,11 +347,21 @@ def optimizer_problem(config: RunConfig) -> str | None:
         return step_problem(lambda parameters: built_optimizer(parameters, trial), steps)
 
     if not (problem := problem_of({name: value for name, value in given.items() if name not in ignored})):
-        return None
+        return _state_problem(config)
     if given and not problem_of({}):
         return f"optim.override_optimizer_config must be options of {optim.optimizer}; got {spell(given)} ({problem})"
     must = "an optimizer that takes steps of FSDP2's shards of matrices and vectors, with a weight decay"
     return f"optim.optimizer must be {must}; got {optim.optimizer} ({problem})"
+
+
+def _state_problem(config: RunConfig) -> str | None:
+    """Return a line if checkpoints would hold the state of an optimizer outside torch.optim."""
+    contents = {"save_contents": config.checkpoint.save_contents, "load_contents": config.checkpoint.load_contents}
+    key = next((key for key, parts in contents.items() if "optimizer" in parts), None)
+    if key is None or config.optim.optimizer_impl == "torch.optim" or config.trainer.eval_only:
+        return None
+    must = f"checkpoint.{key} must leave out optimizer with optim.optimizer_impl={config.optim.optimizer_impl}"
+    return f"{must}, whose state not every number of ranks could resume; got {spell(list(contents[key]))}"
 
 
 def _is_missing(path: str) -> bool:
@@ -353,14 +377,14 @@ def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") ->
     """
     from transformers import AutoConfig
 
+    register_architectures()
     try:
         with held_back("configuration_utils"):  # which logs the whole config before it raises
-            return AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+            return without_code(AutoConfig.from_pretrained(path, trust_remote_code=trusted), trusted)
     except Exception as error:  # a config class raises any error that the values cause
         reason = first_line(error)
         kind = re.search(r"model type `([\w-]+)`", reason)
         if kind and (since := FIRST_VERSION.get(kind[1])):
-            reason = (
-                f"transformers has {kind[1]} from {since} on, not in {version('transformers')}: docs/newer_models.md"
-            )
+            place = "docs/reference/newer_models.md"
+            reason = f"transformers has {kind[1]} from {since} on, not in {version('transformers')}: {place}"
         raise ValueError(f"{key} must hold a model's config.json; got {path} ({reason})") from error

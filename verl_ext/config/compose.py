@@ -1,29 +1,31 @@
 """The composition of a config, with names translated and typos refused."""
 
+import functools
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config import schema
+from verl_ext.config.key_table import unknown_choice
 from verl_ext.config.legacy import is_name_of_verl, is_raw
 from verl_ext.config.resolve import resolve_config
 from verl_ext.config.translation import translate
+from verl_ext.custom import names_own_class
+from verl_ext.data import SFTDataSet
 from verl_ext.losses import PreferenceOptions
 from verl_ext.options import leaves, spell
-from verl_ext.overrides import Item, parsed_words, restored
+from verl_ext.overrides import Item, parsed_words, restored, split_flags
 
 PRIMARY = "sft"
+_DECISIVE = ("loss.mode", "data.custom_cls.path", "data.custom_cls.name")
 SEARCH_PATH = "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
-# The flags of Hydra that take the next argument as their value.
-_VALUED_FLAGS = (
-    *("--cfg", "-c", "--package", "-p"),
-    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
-)
 
 
 def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -32,21 +34,26 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Arguments that begin with `-` stay unchanged, and needless plus signs are dropped. Raises ValueError with a line for
     each unparsable override, unknown key (with the nearest) and unknown choice of a config group (with the choices).
     """
-    flags, words = _split_flags(argv)
+    flags, words = split_flags(argv)
     if any(flag in ("-m", "--multirun") for flag in flags):
         raise ValueError("--multirun starts runs one after the other inside one set of ranks; start one run a command")
-    folders = _config_folders(flags)
+    primary, folders = _files_of(flags)
     given = parsed_words(words)
-    # The dataset class and the data group decide which names of verl are translated.
-    classes = [(item.value or "").strip("'\"") for item in given if item.key == "data.custom_cls.name"]
-    own_class = any(map(schema.names_own_class, classes))
-    packed = _choice("data", given, folders) in (None, "packed")
-    translation = translate(given, own_class, packed, lambda key: schema.is_known(key) or key in schema.groups())
+    # The loss, and the dataset class, which decides which names of verl are translated.
+    mode, path, name = _drafted(given, primary, folders)
+    own_class = names_own_class(path, name)
+    packs = not own_class and name in (None, "", SFTDataSet.__name__)
+
+    def is_known(key: str) -> bool:
+        return schema.is_known(key) or key in schema.groups()
+
+    translation = translate(given, own_class, packs, is_known)
+    if translation.sources:  # the command is printed, and does not run
+        translation = translate(given, own_class, packs, is_known, writes_rate=True)
     items, notices = [*translation.items], [*translation.notices]
-    losses = [_choice("loss", items, folders), *(item.value for item in items if item.key == "loss.mode")]
-    if packed and not classes and losses[-1] in (*PreferenceOptions.modes,):
+    if packs and not name and mode in (*PreferenceOptions.modes,):
         items = [*(item for item in items if item.key != "data"), Item("", "data", "preference")]
-        notices.append(f"loss={losses[-1]} compares answers, so data=preference packs them")
+        notices.append(f"loss={mode} compares answers, so data=preference packs them")
     overrides: list[str] = []
     mistakes = list(translation.problems)
     # All mistakes are collected, so that one start reports them.
@@ -58,51 +65,41 @@ def prepare_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         overrides += [str(known)] if known else []
         notices += [notice] if notice else []
-    mistakes += _problems_of_recipe(items, folders)
     if translation.sources:  # last, so that the command to give stands at the end
         raw = [item.key for item in given if is_raw(item.key)]
-        mistakes.append(f"{', '.join(raw)}: raw files are tokenized first, as this command does before it trains:")
+        mistakes.append(f"{', '.join(raw)}: raw files are tokenized first, as the last line does before it trains")
+        mistakes += [f"note: {translation.replies}"] * bool(translation.replies)
         words = [*_ranks(given), *flags, *map(str, (*translation.sources, *items))]
         mistakes.append(shlex.join(["verl-ext", "train", *words]))
     if mistakes:
         raise ValueError(restored("\n".join(mistakes)))
-    if any(flag.split("=")[0] in ("--config-name", "-cn") for flag in flags):
+    if primary != PRIMARY:
         overrides.append(SEARCH_PATH)  # Hydra reads it only from the primary config, which is then not ours
     return [*flags, *overrides], list(dict.fromkeys(map(restored, notices)))
 
 
-def _split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    flags: list[str] = []
-    words: list[str] = []
-    takes_next = False
-    for word in argv:
-        (flags if takes_next or word.startswith("-") else words).append(word)
-        takes_next = not takes_next and word in _VALUED_FLAGS
-    return flags, words
-
-
-def _choice(group: str, items: Sequence[Item], folders: Sequence[Path]) -> str | None:
-    """Return a group's choice by the command line or recipe, or None."""
-    given = {item.key: item.value for item in items if item.value and not item.prefix.startswith("~")}
-    if group in given or "recipe" not in given:
-        return given.get(group)
-    return schema.recipe_choice(given["recipe"], group, folders)
-
-
-def _problems_of_recipe(items: Sequence[Item], folders: Sequence[Path]) -> Iterator[str]:
-    """Yield a line for each missing or headless choice of user recipes."""
-    for group in sorted({*schema.groups()} - {item.key for item in items}) if folders else ():
-        if (choice := _choice(group, items, folders)) is not None:
-            try:
-                schema.choice_path(group, choice, folders)
-            except ValueError as error:
-                yield str(error)
-
-
-def _config_folders(flags: Sequence[str]) -> list[Path]:
-    """List the folders of Hydra's --config-dir, with the user's own choices."""
+def _files_of(flags: Sequence[str]) -> tuple[str, tuple[Path, ...]]:
+    """Return the primary config and the user's config folders, by Hydra's flags."""
     written = [tuple(flag.split("=", 1)) for flag in flags if "=" in flag] + list(pairwise(flags))
-    return [Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd")]
+    primary = [value for name, value in written if name in ("--config-name", "-cn")]
+    folders = (Path(value).expanduser() for name, value in written if name in ("--config-dir", "-cd"))
+    return (primary or [PRIMARY])[-1], tuple(folders)
+
+
+def _drafted(items: Sequence[Item], primary: str, folders: tuple[Path, ...]) -> tuple[Any, ...]:
+    """Compose once dry, and return the values of `_DECISIVE`."""
+    words = [SEARCH_PATH] * (primary != PRIMARY)
+    for item in items:
+        if item.key.partition("@")[0] in schema.groups() or item.key in schema.with_nodes(_DECISIVE):
+            with suppress(ValueError):  # it is reported with all other mistakes
+                words += filter(None, [str(_known(item, False, folders)[0] or "")])
+    return (_values_of.__wrapped__ if folders else _values_of)(tuple(words), primary, folders)
+
+
+@functools.cache
+def _values_of(words: tuple[str, ...], primary: str, folders: tuple[Path, ...]) -> tuple[Any, ...]:
+    draft = schema.composed(schema.CONF, primary, words, folders)
+    return tuple(OmegaConf.select(draft, key) for key in _DECISIVE)
 
 
 def _ranks(given: Sequence[Item]) -> list[str]:
@@ -136,7 +133,10 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
     if item.prefix == "~" and not schema.is_free_form(item.key):
         raise ValueError(f"{item.key} cannot be removed from the config; got {item}")
     if is_choice:
-        return replace(item, prefix="", value=schema.choice_path(group, spell(value), folders)), notice
+        names, choice = schema.options(group, folders), spell(value)
+        if (name := names.get(choice, choice)) not in names.values():
+            raise ValueError(unknown_choice(group, choice, [*names]))
+        return replace(item, prefix="", value=name), notice
     if item.prefix in ("++", "~") or item.key.startswith("hydra."):
         return item, None
     return replace(item, prefix="++"), notice  # works whether or not the composed config has the key

@@ -4,35 +4,27 @@ verl builds its model node as a dataclass. Our subclasses add class methods, whi
 """
 
 import copy
-import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
+from transformers import AutoConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from verl.workers.config import HFModelConfig
 
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.config import support
 from verl_ext.config.architecture import Architecture
 from verl_ext.config.model_override import ATTENTION, OVERRIDE, override
-from verl_ext.config.upstream import fixed_value_problems
-from verl_ext.config.weights import ModelNode, check_weights, dequantize
+from verl_ext.config.quantized import dequantize
+from verl_ext.config.weights import ModelNode, check_weights
 from verl_ext.engines.new_rows import add_to_config
-from verl_ext.layers.towers import model_class
-from verl_ext.models.qwen_titans import (
-    MemoryOptions,
-    QwenTitansConfig,
-    QwenTitansForCausalLM,
-    load_memory_checkpoint,
-    settings_of_today,
-)
-from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
-from verl_ext.plugin import CHUNKED, PACKED
+from verl_ext.layers.towers import auto_class, model_class, without_code
+from verl_ext.options import Options, first_line, refuse
+from verl_ext.plugin import PACKED
 from verl_ext.text.tokens.new_tokens import add_tokens
 from verl_ext.text.tokens.tokenizer import ModelOptions, read_tokenizer
 
@@ -82,7 +74,9 @@ class PackedModel(HFModelConfig, ModelNode):
     Its fields are those of verl and of ModelOptions. :func:`override` applies `override_config` to `hf_config`.
     A kind of model declares:
 
-    engine_vendor: the name of its engine in `verl_ext.plugin`.
+    engine_vendor: the vendor under which its engine is registered.
+    engine_module: the module that registers the engine.
+    hooks: more hooks of the training loop, as `trainer.hooks` names them.
     needs_positions: whether a document must not be longer than the model's positions.
     runs_longest: whether every rank computes as many tokens as the longest row of all ranks in a micro-step.
     config_options: the options of the model's own config; each class fills the node of its prefix, and null means the
@@ -92,6 +86,8 @@ class PackedModel(HFModelConfig, ModelNode):
 
     _mutable_fields = HFModelConfig._mutable_fields | {"override_config"}
     engine_vendor: ClassVar[str] = PACKED
+    engine_module: ClassVar[str] = "verl_ext.engines.packed"
+    hooks: ClassVar[tuple[str, ...]] = ()
     needs_positions: ClassVar[bool] = True
     runs_longest: ClassVar[bool] = False
     config_options: ClassVar[tuple[type[Options], ...]] = ()
@@ -102,12 +98,19 @@ class PackedModel(HFModelConfig, ModelNode):
         self.override_config = {name: value for name, value in given.items() if name == ATTENTION}
         super().__post_init__()
         self.override_config = given
-        override(self.hf_config, given)
+        override(without_code(self.hf_config, self.trust_remote_code), given)
         dequantize(self.hf_config)
         # The processor has a tokenizer of its own, which an export writes.
         self.new_pieces = new_pieces(self, self.tokenizer)
         if (of_processor := getattr(self.processor, "tokenizer", None)) is not None:
             new_pieces(self, of_processor)
+
+    def config_with(self, values: Mapping[str, Any]) -> Any:
+        """Return the config in `model.path` with some of `override_config`, and none of verl's changes."""
+        path: Any = self.local_hf_config_path  # which verl has set
+        config = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+        override(without_code(config, self.trust_remote_code), values)
+        return config
 
     @classmethod
     def resolve_attention(cls, config: DictConfig) -> list[str]:
@@ -126,7 +129,7 @@ class PackedModel(HFModelConfig, ModelNode):
                 f"{key} must be {PACKED_ATTENTION}, which keeps documents apart: choose its kernel by "
                 f"attention.backend=auto, flash_attn, varlen or sdpa; got {asked}{also}"
             )
-        _set_attention(config, PACKED_ATTENTION)
+        set_attention(config, PACKED_ATTENTION)
         if asked is None:
             return []
         config.attention.backend = "flash_attn"
@@ -159,18 +162,29 @@ class PackedModel(HFModelConfig, ModelNode):
         return ModelFacts(cls, hf_config, backend, head, model.module, notices, not_shared, source, len(pieces))
 
     @classmethod
-    def check_weights(cls, config: "RunConfig", hf_config: Any) -> list[str]:
+    def check_weights(cls, config: "RunConfig", hf_config: Any, key: str = "model.path") -> list[str]:
         """Compare the weights' headers with the model of ``hf_config``; return notices.
 
-        Weights of remote code and quantized weights are left to transformers. Raises ValueError if the weights differ,
-        and OSError if the Hub does not answer.
+        key: the option that names the weights; `reference.path` has those of a reference. Raises ValueError if the
+        weights differ, and OSError if the Hub does not answer.
         """
-        path, override = config.model_folder, dict(config.model_options.override_config)
-        named = model_class(hf_config)
-        if named is None or getattr(hf_config, "quantization_config", None):
+        options, path = config.model_options, config.model_folder
+        overrides = {name: value for name, value in options.override_config.items() if name != ATTENTION}
+        if key != "model.path":
+            path = str(config.reference.path)
+            override(hf_config, overrides)
+            dequantize(hf_config)
+        remote = (getattr(hf_config, "auto_map", None) or {}).get(auto_class(hf_config).__name__)
+        named = get_class_from_dynamic_module(remote, path) if remote else model_class(hf_config)
+        if named is None:
             return []
-        override.pop(ATTENTION, None)
-        return check_weights(named, hf_config, path, config.model_options.allow_weight_mismatch, override)
+        try:
+            return check_weights(named, hf_config, path, options.allow_weight_mismatch, overrides, key)
+        except Exception as error:
+            if not remote or isinstance(error, (ValueError, OSError)):
+                raise
+            why = f"its code fails on tensors without storage ({first_line(error)})"
+            return [f"{key}: the weights of {path} are not compared with its model: {why}"]
 
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
@@ -178,105 +192,14 @@ class PackedModel(HFModelConfig, ModelNode):
         yield support.answering_problem(Architecture(hf_config))
 
     @classmethod
-    def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
-        """Return the memory's settings that its weights need; None without memory."""
-        return None
-
-
-@dataclass
-class QwenTitansModel(PackedModel):
-    """A Qwen with long-term memory, which reads rows chunk by chunk.
-
-    `hf_config` becomes a QwenTitansConfig.
-    """
-
-    train: str = option("all", "memory: the base model's weights are not trained", resume="same")
-    memory_checkpoint: str | None = None
-    memory: dict[str, Any] = field(default_factory=dict)
-
-    engine_vendor: ClassVar[str] = CHUNKED
-    needs_positions: ClassVar[bool] = False  # positions restart with every chunk
-    runs_longest: ClassVar[bool] = True
-    config_options: ClassVar[tuple[type[Options], ...]] = (MemoryOptions,)
-    memory_not_predicted: ClassVar[str | None] = "model=qwen_titans chooses what it computes by the values of its masks"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.hf_config = titans_config(self.hf_config, self.memory)
-        self.architectures = self.hf_config.architectures
+    def identity(cls, hf_config: Any, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the facts of the model's config that a resumed run must share, out of all of them."""
+        return facts
 
     @classmethod
-    def resolve_attention(cls, config: DictConfig) -> list[str]:
-        """Choose transformers' kernel, in place: within chunks, a row is one document."""
-        key, backend = f"{OVERRIDE}.{ATTENTION}", config.attention.backend
-        asked = OmegaConf.select(config, key)
-        chosen = _CHUNK_ATTENTION.get(backend, backend)  # the checks report an unknown backend
-        if asked in (None, chosen):
-            _set_attention(config, chosen)
-        elif backend != "auto" or asked not in _CHUNK_ATTENTION.values():
-            raise ValueError(
-                f"{key} must be {' or '.join(dict.fromkeys(_CHUNK_ATTENTION.values()))} with model=qwen_titans, as "
-                f"attention.backend={backend} has it; got {asked}"
-            )
-        return []
-
-    @classmethod
-    def config_problems(cls, config: "RunConfig") -> Iterable[str | None]:
-        """Yield a line for each option that the memory does not allow."""
-        yield choice_problem("model.train", config.model_options.train, ("all", "memory"))
-        yield choice_problem("attention.backend", config.attention.backend, _CHUNK_ATTENTION)
-        yield from fixed_value_problems(config.values, _ONLY_WITH_MEMORY, " with model=qwen_titans")
-
-    @classmethod
-    def examine(cls, config: "RunConfig", hf_config: Any) -> ModelFacts:
-        """Check the Qwen in `model.path` with the configured memory around it."""
-        titans = titans_config(hf_config, config.model_options.memory)
-        problems = []
-        tokens, chunk = config.max_tokens, titans.chunk_size
-        if tokens % chunk:
-            up = -(-tokens // chunk) * chunk
-            problems.append(
-                "data.max_tokens (data.max_length of data=babilong) must be a multiple of model.memory.chunk_size="
-                f"{chunk}; got {tokens} (nearest above: {up})"
-            )
-        if config.model_options.train == "memory" and not titans.memory_options.layers:
-            problems.append(
-                "model.memory.layers must name a layer with model.train=memory, which trains nothing else; got []"
-            )
-        refuse([*problems, *_memory_problems(config.model_options.memory_checkpoint, titans)])
-        with torch.device("meta"):
-            module = QwenTitansForCausalLM(titans)
-        # Attention is transformers' own.
-        return ModelFacts(cls, titans, backend="sdpa", head="targets", module=module, notices=[])
-
-    @classmethod
-    def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
-        """Refuse sampling, because a model with memory generates the most likely tokens."""
-        if config.eval.temperature:
-            yield f"eval.temperature must be 0 with model=qwen_titans; got {config.eval.temperature}"
-
-    @classmethod
-    def memory_settings(cls, hf_config: Any) -> dict[str, Any] | None:
-        """Return the memory options on which its weights depend."""
-        return {name: value for name, value in hf_config.memory.items() if name != "bptt_chunks"}
-
-
-# attention.backend: the name of that kernel in transformers, for attention inside a chunk
-_CHUNK_ATTENTION = {"auto": "sdpa", "sdpa": "sdpa", "flash_attn": "flash_attention_2"}
-_ONLY_WITH_MEMORY: dict[str, tuple[Any, str]] = {  # key: (the one value it may have, why)
-    "engine.ulysses_sequence_parallel_size": (1, "the memory reads a row's chunks one after the other on one rank"),
-    "parallel.context_parallel_size": (1, "the memory reads a row's chunks one after the other on one rank"),
-    "model.lora_rank": (0, "model.train=memory is what trains few parameters"),
-    "model.lora_adapter_path": (None, "it has no adapters"),
-    "model.experts": ("auto", "its Qwen has no experts"),
-    "model.freeze": ([], "model.train=memory is what freezes the base"),
-    "model.new_tokens": ([], "its exports have the rows of the Qwen"),
-    "model.new_special_tokens": ([], "its exports have the rows of the Qwen"),
-    "model.use_liger": (False, "liger does not know the model"),
-    "data.share_prefixes": (False, "its memory reads every token of a document"),
-    "data.strategy": ("none", "a row is one document, whose memory starts empty (data=babilong sets it)"),
-    "data.pad_mode": ("right", "every rank must read equally many chunks (data=babilong sets it)"),
-}
+    def identity_of_today(cls, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the facts of a checkpoint as this version would write them; raise ValueError if it cannot."""
+        return facts
 
 
 def model_kind(config: Any) -> type[PackedModel]:
@@ -300,47 +223,7 @@ def new_pieces(model: Any, tokenizer: Any = None) -> dict[int, list[int]]:
     return add_tokens(tokenizer, model.new_tokens, model.new_special_tokens, named.tokenizer)
 
 
-def titans_config(hf_config: Any, memory: Mapping[str, Any]) -> QwenTitansConfig:
-    """Return a Qwen's config with `memory`, or an exported one so updated.
-
-    Raises:
-        ValueError: If the base is not Qwen2 or Qwen3, or an option `model.memory.<name>` is not allowed.
-    """
-    given = {name: value for name, value in plain(memory).items() if value is not None}
-    if isinstance(hf_config, QwenTitansConfig):
-        hf_config, given = hf_config.base_config, {**(hf_config.memory or {}), **given}
-    return QwenTitansConfig.from_base(hf_config, **given)
-
-
-def _set_attention(config: DictConfig, implementation: str) -> None:
+def set_attention(config: DictConfig, implementation: str) -> None:
+    """Write `model.override_config.attn_implementation`, in place."""
     with open_dict(config):
         config.model.override_config[ATTENTION] = implementation
-
-
-def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:
-    """List the misfits of `model.memory_checkpoint`, by settings or a meta-device model."""
-    if path is None:
-        return []
-    settings, memory = Path(path).with_suffix(".json"), titans.memory or {}
-    if settings.is_file():
-        try:
-            trained = json.loads(settings.read_text(encoding="utf-8"))
-        except ValueError:
-            trained = None
-        if not isinstance(trained, dict):
-            return [f"model.memory_checkpoint: the settings beside it must be a JSON object; got {settings}"]
-        differing = [
-            f"model.memory.{name} must be {spell(value)}, as in {settings}, with model.memory_checkpoint={path}; got "
-            f"{spell(memory.get(name))}"
-            for name, value in settings_of_today(trained).items()
-            if memory.get(name) != value
-        ]
-        if differing:
-            return differing
-    with torch.device("meta"):
-        model = QwenTitansForCausalLM(titans)
-    try:
-        load_memory_checkpoint(model, path)
-    except ValueError as error:
-        return [f"model.memory_checkpoint: {error}"]
-    return []

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from packaging.version import Version
 
-# The oldest and the newest with which the tests ran. Past verl's bound on transformers: docs/newer_models.md.
+# The oldest and the newest with which the tests ran. Past verl's bound on transformers: docs/reference/newer_models.md.
 TRIED = {"verl": ("0.9.1", "0.9.1"), "transformers": ("5.9.0", "5.24.0"), "torch": ("2.11.0", "2.14.1")}
 _SINCE = {  # of transformers: the model types for text, with images or without, that 5.10 lacks
     "5.11": "cosmos3_omni deepseek_v32 diffusion_gemma",

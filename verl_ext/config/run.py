@@ -9,10 +9,12 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig
@@ -24,21 +26,16 @@ from verl_ext.config.upstream import upstream_problems
 from verl_ext.config.weights import ModelNode
 from verl_ext.custom import custom_object
 from verl_ext.data import PackDataset, SFTDataSet
-from verl_ext.data.collated import CollatedDataset, is_collated
-from verl_ext.data.options import DataOptions, DatasetOptions
+from verl_ext.data.families.collated import CollatedDataset, is_collated
+from verl_ext.data.packs.options import DataOptions, DatasetOptions
 from verl_ext.engines.schedule import OptimOptions, StepOptimizerConfig
-from verl_ext.losses import LossOptions, ReferenceOptions
+from verl_ext.losses import LossOptions, PreferenceOptions, ReferenceOptions
 from verl_ext.metrics import LengthBins
 from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
 from verl_ext.parallel.shards import ParallelOptions
 
 AFTER_EACH_EPOCH = "after_each_epoch"
 _HANG_TIMEOUT = 1200
-# Our classes of nodes, instead of verl's.
-_TARGETS = {
-    "optim": "verl_ext.engines.schedule.StepOptimizerConfig",
-    "checkpoint": "verl_ext.config.best.RunCheckpointConfig",
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class TrainerOptions(Options):
         True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a new run"
     )
     length_bins: list[int] = option(
-        [], "ascending document lengths in tokens, between which validation's loss and answers are given apart"
+        [], "ascending document lengths in tokens, between which validation's loss and answers have a mean of their own"
     )
     max_ckpt_to_keep: int | None = option(None, "number of checkpoints to keep; null: all", least=1)
     resume_mode: str = option(
@@ -97,6 +94,9 @@ class TrainerOptions(Options):
     profile_interval: Any = option([-1, -1], "[first step, last step] that verl's profiler records; [-1, -1]: none")
     device: str = option("auto", "auto: a GPU if one is visible", choices=("auto", "cpu", "cuda"))
     log_freq: int = option(1, "steps between logged metrics", least=1)
+    log_experts: bool = option(
+        False, "true: write the share of each expert in each layer's choices into experts.jsonl, as often as metrics"
+    )
     log_every_batches: int | None = option(None, "a rank's micro-batches between logs, in place of log_freq", least=1)
     gpu_peak_tflops: float | None = option(
         None, "peak TFLOP/s of a GPU, for perf/mfu; null: from the GPU's name; no perf/mfu if it is unknown", above=0
@@ -147,7 +147,7 @@ class TrainerOptions(Options):
 
     @property
     def bins(self) -> LengthBins:
-        """The bins of document lengths that validation gives apart."""
+        """The bins of document lengths of which validation gives a mean each."""
         return LengthBins(tuple(self.length_bins))
 
     @property
@@ -189,6 +189,9 @@ NODES: tuple[type[Options], ...] = (
     *(LossOptions, AttentionOptions, ParallelOptions, TrainerOptions),
     *(ReferenceOptions, RayOptions, AnswerOptions),
 )
+_OURS: tuple[type[Options], ...] = (DataOptions, *NODES)
+_READERS: dict[str, type] = {options.prefix: options for options in _OURS}
+_READERS |= {"optim": StepOptimizerConfig, "checkpoint": RunCheckpointConfig}
 
 
 def frequencies(value: Any) -> list[Any]:
@@ -209,37 +212,20 @@ def is_due(frequency: Any, step: int, steps_per_epoch: float, per_epoch: int | N
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a run.
+    """The machine of a run."""
 
-    Attributes:
-        world_size: the number of ranks.
-        accelerator: the accelerator that is visible to a rank: "cuda", "npu" or None.
-        capability: the compute capability of the GPU; None if it is unknown.
-        gpu: the name of the GPU, such as "NVIDIA H200"; None if it is unknown.
-    """
-
-    world_size: int = 1
-    accelerator: str | None = None
-    capability: tuple[int, int] | None = None
-    gpu: str | None = None
+    world_size: int = 1  # the number of ranks
+    accelerator: str | None = None  # the one that is visible to a rank: "cuda" or "npu"
+    capability: tuple[int, int] | None = None  # the compute capability of the GPU; None if it is unknown
+    gpu: str | None = None  # the name of the GPU, such as "NVIDIA H200"; None if it is unknown
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The options of a run, with every node typed.
+    """The options of a run, with every node typed."""
 
-    Attributes:
-        data: the options that all dataset families have.
-        dataset: the options of `dataset_class`.
-        model_options: the keys of that node by name; verl's class itself would load the model's config and tokenizer.
-        engine, optim, checkpoint: verl's own dataclasses.
-        machine: the machine of the run.
-        values: the whole configuration as plain dicts and lists, for trackers and for keys that only verl reads.
-        notices: lines about changes to the user's values.
-    """
-
-    data: DataOptions
-    dataset: DatasetOptions
+    data: DataOptions  # those that all dataset families have
+    dataset: DatasetOptions  # those of `dataset_class`
     dataset_class: type[PackDataset]
     loss: LossOptions
     reference: ReferenceOptions
@@ -248,13 +234,13 @@ class RunConfig:
     trainer: TrainerOptions
     ray: RayOptions
     eval: AnswerOptions
-    model_options: Any
-    engine: FSDPEngineConfig
+    model_options: Any  # keys by name; verl's class itself would load the model's config and tokenizer
+    engine: FSDPEngineConfig  # verl's own dataclass, as the next two
     optim: StepOptimizerConfig
     checkpoint: RunCheckpointConfig
     machine: Machine
-    values: Mapping[str, Any]
-    notices: tuple[str, ...] = ()
+    composed: Mapping[str, Any]  # the whole configuration as it was composed, in plain dicts and lists
+    notices: tuple[str, ...] = ()  # lines about changes to the user's values
 
     @classmethod
     def from_composed(cls, composed: Any, machine: Machine | None = None) -> "RunConfig":
@@ -269,34 +255,46 @@ class RunConfig:
             except ValueError as error:
                 problems.extend(str(error).splitlines())
 
-        read("data", lambda: DataOptions.read(values["data"]))
-        for options in NODES:
-            read(options.prefix, functools.partial(options.read, values[options.prefix]))
-        read("schedule", lambda: OptimOptions.read(values["optim"]))
-        read("best", lambda: BestOptions.read(values["checkpoint"]))
+        # verl's dataclasses of the last two have these options too, but do not check them.
+        readers: list[Any] = [*(reader_of(options.prefix, values) for options in _OURS), OptimOptions, BestOptions]
+        for reader in readers:
+            read(reader.prefix, functools.partial(reader.read, values[reader.prefix]))
         read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelNode.read(values["model"]))))
         read("dataset_class", lambda: dataset_class(values))
-        if "dataset_class" in nodes:
-            read("dataset", lambda: nodes["dataset_class"].Options.read(values["data"]))
+        read(
+            "dataset", lambda: nodes["dataset_class"].Options.read(values["data"]) if "dataset_class" in nodes else None
+        )
         refuse(problems)
-        del nodes["schedule"], nodes["best"]  # parts of `optim` and `checkpoint`
-        typed = {**values, **{name: {**values[name], "_target_": target} for name, target in _TARGETS.items()}}
-        for name in ("engine", "optim", "checkpoint"):
-            nodes[name] = omega_conf_to_dataclass(OmegaConf.create(typed[name]))
-        return cls(**nodes, machine=machine or Machine(), values=values)
+        nodes |= {name: node_of_verl(name, values) for name in ("engine", "optim", "checkpoint")}
+        return cls(**nodes, machine=machine or Machine(), composed=values)
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The whole configuration as plain dicts and lists, for verl and for trackers: what is typed, and the rest."""
+        typed = {options.prefix: [getattr(self, options.prefix)] for options in NODES}
+        typed |= {"data": [self.dataset, self.data], "model": [self.model_options]}
+        engine = {**self.composed["engine"], "mixed_precision": self.engine.mixed_precision}
+        return {
+            **self.composed,
+            **{name: _current(self.composed[name], typed[name]) for name in typed},
+            "engine": engine,
+        }
+
+    def decided(self, notice: str | None = None, **nodes: Mapping[str, Any]) -> "RunConfig":
+        """Return this config with other values of nodes, by name, and a notice about them."""
+        changed: dict[str, Any] = {
+            name: SimpleNamespace(**vars(node) | options) if name == "model_options" else replace(node, **options)
+            for name, options in nodes.items()
+            for node in (getattr(self, name),)
+        }
+        return replace(self, **changed, notices=(*self.notices, *([notice] if notice else [])))
 
     def sharing(self, problem: str | None) -> "RunConfig":
         """Return this config with null `data.share_prefixes` decided by a problem, if any."""
         if getattr(self.dataset, "share_prefixes", False) is not None:
             return self
-        shares = problem is None
-        notice = () if shares else (f"data.share_prefixes=false: {problem}; a prompt is computed for each answer",)
-        return replace(
-            self,
-            dataset=replace(self.dataset, share_prefixes=shares),  # type: ignore[call-arg]
-            values={**self.values, "data": {**self.values["data"], "share_prefixes": shares}},
-            notices=(*self.notices, *notice),
-        )
+        notice = f"data.share_prefixes=false: {problem}; a prompt is computed for each answer" if problem else None
+        return self.decided(notice, dataset={"share_prefixes": problem is None})
 
     @property
     def model_folder(self) -> str:
@@ -311,7 +309,7 @@ class RunConfig:
     @property
     def max_tokens(self) -> int:
         """The token budget of a pack, for any dataset family."""
-        return self.values["data"]["max_tokens"]
+        return self.composed["data"]["max_tokens"]
 
     @property
     def watched(self) -> dict[str, str]:
@@ -330,34 +328,28 @@ class RunConfig:
         return self.machine.world_size // self.sequence_parallel_size
 
 
-def sequence_parallel_size(values: Any) -> int:
-    """Return the number of ranks that share one pack, from nested mappings."""
-    return values["engine"]["ulysses_sequence_parallel_size"] * values["parallel"]["context_parallel_size"]
+def reader_of(node: str, values: Mapping[str, Any]) -> Any:
+    """Return the class that reads a node."""
+    if node == LossOptions.prefix and values[node].get("mode") in PreferenceOptions.modes:
+        return PreferenceOptions
+    return _READERS.get(node) or get_class(values[node]["_target_"])
 
 
-def worker_config(values: Mapping[str, Any], total_steps: int) -> Any:
-    """Return verl's TrainingWorkerConfig; `total_steps` is the schedule's length."""
-    from verl.workers.engine_workers import TrainingWorkerConfig
+def node_of_verl(node: str, values: Mapping[str, Any], **more: Any) -> Any:
+    """Return a node as the dataclass that reads it, verl's or ours of it."""
+    reader = reader_of(node, values)
+    target = {"_target_": f"{reader.__module__}.{reader.__qualname__}"}
+    return omega_conf_to_dataclass(OmegaConf.create({**values[node], **target, **more}))
 
-    node = OmegaConf.create(dict(values))
-    node.engine.update(
-        _target_="verl_ext.engines.step.StepEngineConfig",
-        ulysses_sequence_parallel_size=sequence_parallel_size(values),
-        context_parallel_size=values["parallel"]["context_parallel_size"],
-    )
-    for name, target in _TARGETS.items():
-        node[name].update(_target_=target)
-    names = ("model", "engine", "optim", "checkpoint", "profiler")
-    parts = {name: omega_conf_to_dataclass(node[name]) for name in names}
-    parts["optim"].total_training_steps = total_steps
-    return TrainingWorkerConfig(
-        model_type="language_model",
-        model_config=parts["model"],
-        engine_config=parts["engine"],
-        optimizer_config=parts["optim"],
-        checkpoint_config=parts["checkpoint"],
-        profiler_config=parts["profiler"],
-    )
+
+def _current(node: Mapping[str, Any], typed: Iterable[Any]) -> dict[str, Any]:
+    """Return a composed node with the values of its typed forms, where these are others."""
+    current = dict(node)
+    for key, value in ((key, value) for of in typed for key, value in vars(of).items() if key in node):
+        value = _current(node[key], [value]) if isinstance(value, Options) else value
+        if value != node[key]:
+            current[key] = value
+    return current
 
 
 def dataset_class(config: Any) -> type[PackDataset]:
@@ -372,6 +364,8 @@ def dataset_class(config: Any) -> type[PackDataset]:
     path, name = custom.get("path"), custom.get("name")
     if not (path or name):
         return SFTDataSet
+    if str(path).startswith("pkg://verl_ext.data."):  # older configurations name the modules of our classes
+        path = "pkg://verl_ext.data"
     named = custom_object("data.custom_cls", path, name)
     if not (isinstance(named, type) and issubclass(named, PackDataset)):
         if is_collated(named):

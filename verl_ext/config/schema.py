@@ -7,13 +7,12 @@ key is allowed below a free-form node, which goes unchanged to transformers, an 
 """
 
 import functools
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
@@ -24,60 +23,40 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.config import legacy
+from verl_ext.config import key_table, legacy
 from verl_ext.config.best import BestOptions
+from verl_ext.config.keys import with_fact
 from verl_ext.config.model import PackedModel
 from verl_ext.config.run import NODES, dataset_class
 from verl_ext.config.weights import ModelNode
+from verl_ext.custom import names_own_class
 from verl_ext.data import PackDataset, SFTDataSet
-from verl_ext.data.options import DataOptions
+from verl_ext.data.packs.options import DataOptions
 from verl_ext.engines.schedule import OptimOptions
 from verl_ext.losses import LossOptions, PreferenceOptions
-from verl_ext.options import Options, default_values, leaves, nearest_name, options_of, refuse, spell, unknown
+from verl_ext.options import Options, default_values, leaves, options_of, refuse, spell
 from verl_ext.overrides import restored
 
 CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"
 UPSTREAM_PRIMARY = "sft_trainer_engine"
 
-FREE_FORM = (
-    "data.apply_chat_template_kwargs",
-    "data.mixture",
-    "data.train_dir",
-    "data.val_dir",
-    "engine.turbo_config",
-    "engine.wrap_policy",
-    "eval.apply_chat_template_kwargs",
-    "eval.columns",
-    "eval.prompts",
-    "hydra",
-    "loss.category_weights",
-    "model.fused_kernel_options",
-    "model.lora",
-    "model.override_config",
-    "optim.lr_of",
-    "optim.override_optimizer_config",
-    "profiler.global_tool_config",
-    "profiler.tool_config",
-)
-# The keys that verl reads from this dict by name (workers/engine/fsdp/transformer_impl.py).
-MIXED_PRECISION = tuple(f"engine.mixed_precision.{name}_dtype" for name in ("param", "reduce", "buffer"))
-# HFModelConfig fills these itself and would silently overwrite given values.
-_DERIVED = (
-    "architectures generation_config hf_config local_hf_config_path local_path local_tokenizer_path processor tokenizer"
-)
-_GLOBAL_GROUPS = ("parallel", "recipe")  # their files have keys of the whole config
+_PAPERS = "papers"  # a folder of recipes, which are chosen by their own names
 # Groups of verl, whose other choices are engines on which packs do not run.
 _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profiler",)}
 
 
-def composed(module: str, primary: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose the config `primary` of a config package under Hydra overrides.
+def composed(module: str, primary: str, overrides: Sequence[str], folders: Sequence[Path] = ()) -> DictConfig:
+    """Compose the config `primary` of a config package, or of the user's folders, under Hydra overrides.
 
     Raises ValueError with one line for anything that Hydra or OmegaConf refuses, including dangling interpolations.
     """
     try:
         with _without_hydra(), initialize_config_module(module, version_base=None):
+            loader: Any = GlobalHydra.instance().config_loader()
+            for folder in folders:  # as for Hydra's --config-dir
+                loader.get_search_path().prepend("command-line", f"file://{folder.absolute()}", "schema")
+            loader.repository.initialize_sources(loader.get_search_path())
             config = hydra_compose(primary, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(restored(_one_line(error))) from None
@@ -116,18 +95,18 @@ def _one_line(error: Exception) -> str:
 @functools.cache
 def dataset_families() -> dict[str, type[PackDataset]]:
     """Return {choice of the group `data`: the dataset class that conf/data/CHOICE.yaml names}."""
-    nodes = {choice: _choice("data", choice).get("custom_cls") or {} for choice in options("data")}
+    nodes = {choice: _file("data", choice).get("custom_cls") or {} for choice in options("data")}
     return {choice: dataset_class(OmegaConf.create({"data": {"custom_cls": node}})) for choice, node in nodes.items()}
 
 
 @functools.cache
 def model_kinds() -> dict[str, type[PackedModel]]:
     """Return {choice of the group `model`: its class} where `_target_` names one."""
-    targets = {choice: _choice("model", choice).get("_target_") for choice in options("model")}
+    targets = {choice: _file("model", choice).get("_target_") for choice in options("model")}
     return {choice: get_class(target) for choice, target in targets.items() if target}
 
 
-def _choice(group: str, choice: str) -> Any:
+def _file(group: str, choice: str) -> Any:
     return OmegaConf.load(str(files(CONF).joinpath(group, f"{choice}.yaml")))
 
 
@@ -146,33 +125,50 @@ def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def register() -> None:
-    """Register :func:`option_nodes` as Hydra's config group `options`; idempotent."""
+    """Register Hydra's groups `options`, of :func:`option_nodes`, `upstream`, of verl's files, and the papers' recipes.
+
+    Idempotent. A file of ours that has the name of one of verl's begins with that one.
+    """
+    store = ConfigStore.instance()
+    optim = OmegaConf.load(str(files(UPSTREAM_CONF).joinpath("optim/fsdp.yaml")))
+    store.store(group="upstream/optim", name="fsdp", node=optim)
     for name, (_, node) in option_nodes().items():
         group, _, leaf = f"options/{name}".rpartition("/")
-        ConfigStore.instance().store(group=group, name=leaf, node=node)
+        store.store(group=group, name=leaf, node=node)
+    for file in Path(str(files(CONF).joinpath("recipe", _PAPERS))).glob("*/*.yaml"):
+        recipe, base = file.parent.name, f"/recipe/{_PAPERS}/{file.parent.name}/{file.stem}"
+        store.store(group=f"recipe/{recipe}", name=file.stem, package="_global_", node={"defaults": [base]})
 
 
 @functools.cache
 def known_keys() -> frozenset[str]:
     """Return every dotted key, nodes too, except below free-form nodes."""
-    keys = {*value_keys(_upstream()), *_target_fields(_upstream()), *MIXED_PRECISION}
+    keys = {*value_keys(_upstream()), *_target_fields(_upstream()), *with_fact("choices")}
     keys |= {f"{prefix}.{key}" for prefix, node in option_nodes().values() for key, _ in leaves(node)}
     keys |= {f"model.{entry.name}" for cls in model_kinds().values() for entry in fields(cls)}
-    keys -= {f"model.{name}" for name in _DERIVED.split()}
-    keys |= {key[:end] for key in keys for end in range(len(key)) if key[end] == "."}  # the nodes above the keys
-    return frozenset({key for key in keys if not is_free_form(key)} | set(FREE_FORM))
+    keys -= with_fact("is_derived").keys()
+    return frozenset({key for key in with_nodes(keys) if not is_free_form(key)} | free_form())
 
 
 @functools.cache
 def nodes() -> dict[str, str]:
-    """Return {top node that is no group of choices: its first key}."""
+    """Return {top node that is not a group of choices: its first key}."""
     found = {key.partition(".")[0]: key for key in sorted(known_keys(), reverse=True) if "." in key and "._" not in key}
     return {name: key for name, key in found.items() if name not in groups() and not is_free_form(name)}
 
 
+@functools.cache
+def free_form() -> frozenset[str]:
+    """Return the nodes below which any keys may stand: verl's, and our options that are mappings of names to values."""
+    families: list[type[Options]] = [family.Options for family in dataset_families().values()]
+    classes: tuple[type[Options], ...] = (*NODES, OptimOptions, PreferenceOptions, *families)
+    ours = ((f"{cls.prefix}.{name}", of.type) for cls in classes for name, of in options_of(cls).items())
+    return frozenset({*with_fact("is_free"), *(key for key, kind in ours if dict in (kind, get_origin(kind)))})
+
+
 def is_free_form(key: str) -> bool:
     """Tell whether a key is a free-form node or lies below one."""
-    return any(f"{key}.".startswith(f"{node}.") for node in FREE_FORM)
+    return any(f"{key}.".startswith(f"{node}.") for node in free_form())
 
 
 def is_known(key: str) -> bool:
@@ -182,22 +178,18 @@ def is_known(key: str) -> bool:
 
 def foreign_option_problems(config: Any) -> Iterator[str]:
     """Yield a line for each option of unchosen families or kinds alone."""
-    if not names_own_class(config["data"]["custom_cls"]["name"]):
+    custom = config["data"]["custom_cls"]
+    if not names_own_class(custom["path"], custom["name"]):
         chosen = dataset_class(config)
         families = {choice: set(options_of(family.Options)) for choice, family in dataset_families().items()}
         yield from _foreign(config["data"], "data", families, {*options_of(DataOptions), *options_of(chosen.Options)})
-    yield from _foreign_to_loss(config["loss"])
+    loss, ours = config["loss"], default_values(PreferenceOptions)
+    for key in ours.keys() - options_of(LossOptions).keys() if loss["mode"] not in PreferenceOptions.modes else ():
+        if loss.get(key) not in (None, ours[key]):
+            got = f"got {spell(loss[key])} with loss.mode={loss['mode']}"
+            yield f"loss.{key} is an option of preferences (loss={'|'.join(PreferenceOptions.modes)}); {got}"
     kinds = {choice: set(options_of(kind)) for choice, kind in model_kinds().items()}
     yield from _foreign(config["model"], "model", kinds, set(options_of(get_class(config["model"]["_target_"]))))
-
-
-def _foreign_to_loss(node: Any) -> Iterator[str]:
-    """Yield a line for each option of preferences with another loss."""
-    own = default_values(PreferenceOptions)
-    for key in own.keys() - options_of(LossOptions).keys() if node["mode"] not in PreferenceOptions.modes else ():
-        if node.get(key) not in (None, own[key]):
-            got = f"got {spell(node[key])} with loss.mode={node['mode']}"
-            yield f"loss.{key} is an option of preferences (loss={'|'.join(PreferenceOptions.modes)}); {got}"
 
 
 def _foreign(node: Any, prefix: str, readers: dict[str, set[str]], read: set[str]) -> Iterator[str]:
@@ -207,34 +199,49 @@ def _foreign(node: Any, prefix: str, readers: dict[str, set[str]], read: set[str
             yield f"{prefix}.{key} is an option of {', '.join(groups)}; got {spell(node[key])} without it"
 
 
-def names_own_class(name: Any) -> bool:
-    """Tell whether `data.custom_cls.name` is a user's class with its own keys."""
-    return name not in (None, "", "null", *(family.__name__ for family in dataset_families().values()))
-
-
 def unknown_key(key: str) -> str:
     """Return the error line for a key that the schema lacks."""
-    if entry := legacy.superseded(key):
-        return f"{key} has no equivalent: {entry.why}"
-    if today := legacy.renamed(key):
-        return unknown(key, [key], renamed={key: today})
-    names = [name for name in (*known_keys(), *groups(), *legacy.RENAMED) if not key.startswith(f"{name}.")]
-    return unknown(key, names, renamed=legacy.RENAMED)
+    return key_table.line_of_unknown(key, [*known_keys(), *groups()])
 
 
 def check_keys(config: DictConfig) -> None:
-    """Raise ValueError with a line for each unknown key of a config.
+    """Raise ValueError with a line for each unknown key of a config, or one for keys that it lacks.
 
     It also refuses a value that refers to a missing key. If data.custom_cls names a user's dataset class, the keys
     below data belong to that class.
     """
-    own_class = names_own_class(OmegaConf.select(config, "data.custom_cls.name"))
-    unknown = [key for key in value_keys(config) if not is_known(key) and not (own_class and key.startswith("data."))]
+    own_class = names_own_class(*(OmegaConf.select(config, f"data.custom_cls.{key}") for key in ("path", "name")))
+    keys = value_keys(config)
+    unknown = [key for key in keys if not is_known(key) and not (own_class and key.startswith("data."))]
     if unknown:
         raise ValueError("\n".join(unknown_key(key) for key in unknown))
+    refuse([_incomplete(config, keys)])
     check_interpolations(config)
     if not own_class:
         refuse(_untranslated(config))
+
+
+def _incomplete(config: DictConfig, keys: Sequence[str]) -> str | None:
+    """Return a line if keys of every config are missing: Hydra has what a user's file has, and no more."""
+    if not (lacking := sorted(_always() - with_nodes(keys))):
+        return None
+    if above := next(iter(with_nodes(lacking[:1]).intersection(keys)), None):
+        return f"{above} must be given by its keys, such as {lacking[0]}; got {spell(OmegaConf.select(config, above))}"
+    node, more = lacking[0].partition(".")[0], f" and {len(lacking) - 1} more keys" * (len(lacking) > 1)
+    return f"{node} must have {lacking[0]}{more}: a file of your own gets them from a choice in its defaults list"
+
+
+@functools.cache
+def _always() -> frozenset[str]:
+    """Return the keys of values that every composed config has."""
+    ours: tuple[type[Options], ...] = (DataOptions, ModelNode, OptimOptions, BestOptions, *NODES)
+    keys = {*value_keys(_upstream()), *(f"{of.prefix}.{key}" for of in ours for key, _ in leaves(default_values(of)))}
+    return frozenset(key for key in keys if not is_free_form(key))
+
+
+def with_nodes(keys: Iterable[str]) -> set[str]:
+    """Return dotted keys and the nodes above them."""
+    return {key[:end] for key in keys for end in (*(i for i, sign in enumerate(key) if sign == "."), len(key))}
 
 
 def _untranslated(config: DictConfig) -> Iterator[str]:
@@ -243,7 +250,7 @@ def _untranslated(config: DictConfig) -> Iterator[str]:
     A value equal to verl's own default passes.
     """
     classes = {family.__name__: family for family in dataset_families().values()}
-    own = options_of(classes[OmegaConf.select(config, "data.custom_cls.name") or SFTDataSet.__name__].Options)
+    own = options_of(classes.get(OmegaConf.select(config, "data.custom_cls.name"), SFTDataSet).Options)
     defaults = _upstream()
     for key in value_keys(config):
         if not legacy.is_name_of_verl(key) or key in legacy.DEPRECATED or key.removeprefix("data.") in own:
@@ -264,73 +271,19 @@ def groups() -> tuple[str, ...]:
     return tuple(sorted({*ours, *_UPSTREAM_GROUPS}))
 
 
-def options(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """Return a group's choices, with those in the user's config folders.
+def options(group: str, folders: Sequence[Path] = ()) -> dict[str, str]:
+    """Return {choice of a group: its name in Hydra}, with those in the user's config folders.
 
-    A recipe's name is NAME for the config.yaml of its folder, and NAME/STAGE for another yaml file there.
+    A recipe's name is NAME for the config.yaml of its folder, and NAME/STAGE for another yaml file there. A folder with
+    a run.yaml has whole runs (verl_ext/config/run_file.py), and no choices.
     """
-    pattern = "*/*.yaml" if group == "recipe" else "*.yaml"
-    found = {file.relative_to(root) for root in _roots(group, folders) for file in root.glob(pattern)}
-    own = sorted(path.with_suffix("").as_posix().removesuffix("/config") for path in found)
-    return [*_UPSTREAM_GROUPS.get(group, ()), *own]
-
-
-def choice_path(group: str, choice: str, folders: Sequence[Path] = ()) -> str:
-    """Return Hydra's name of a choice, such as `NAME/config` for a recipe.
-
-    Raises ValueError, which lists the choices, if the choice does not exist, and for a user's file without its head.
-    """
-    available = options(group, folders)
-    path = f"{choice}/config" if group == "recipe" and choice in available and "/" not in choice else choice
-    found = [file for root in _roots(group, folders) if (file := root.joinpath(f"{path}.yaml")).is_file()]
-    if not found and choice not in available:
-        close = nearest_name(choice, available)
-        hint = f"nearest: {close}; " if close else ""
-        raise ValueError(f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}")
-    ours = files(CONF).joinpath(group, f"{path}.yaml").is_file() or path in _UPSTREAM_GROUPS.get(group, ())
-    if found and not ours:
-        _check_head(found[0], group, choice)
-    return path
-
-
-def _check_head(file: Path, group: str, choice: str) -> None:
-    """Raise ValueError unless a user's file names what it starts from.
-
-    Without that, Hydra has the keys of the file alone.
-    """
-    text, default = file.read_text(encoding="utf-8"), default_choice(group)
-    lines = [] if group not in _GLOBAL_GROUPS or re.search(r"^#\s*@package", text, re.M) else ["# @package _global_"]
-    lines += [] if default is None or re.search(r"^defaults\s*:", text, re.M) else [f"defaults: [{default}]"]
-    if lines:
-        head = " and ".join(f"`{line}`" for line in lines)
-        raise ValueError(f"{group}={choice} must be a file that begins with {head}; got {file}")
-
-
-def default_choice(group: str) -> str | None:
-    """Return the default choice of a group from conf/."""
-    chosen: dict[str, str | None] = {group: choices[0] for group, choices in _UPSTREAM_GROUPS.items()}
-    for name in ("base.yaml", "sft.yaml"):
-        entries = OmegaConf.create(files(CONF).joinpath(name).read_text(encoding="utf-8")).defaults
-        for entry in (entry for entry in entries if isinstance(entry, DictConfig)):
-            chosen |= {str(key).removeprefix("override "): choice for key, choice in entry.items()}
-    return chosen[group]
-
-
-def recipe_choice(recipe: str, group: str, folders: Sequence[Path] = ()) -> str | None:
-    """Return a recipe's choice of another group, perhaps its base's; else None."""
-    chosen = None
-    names = (recipe, f"{recipe}/config")
-    for file in (root.joinpath(f"{name}.yaml") for root in _roots("recipe", folders) for name in names):
-        for entry in OmegaConf.create(file.read_text(encoding="utf-8")).get("defaults", []) if file.is_file() else ():
-            if isinstance(entry, str) and entry.startswith("/recipe/"):
-                chosen = recipe_choice(entry.removeprefix("/recipe/"), group, folders) or chosen
-            elif isinstance(entry, DictConfig):
-                chosen = entry.get(f"override /{group}", chosen)
-    return chosen
-
-
-def _roots(group: str, folders: Sequence[Path]) -> list[Any]:
-    return [root.joinpath(group) for root in (files(CONF), *folders)]
+    conf, names = Path(str(files(CONF))), {*_UPSTREAM_GROUPS.get(group, ())}
+    roots = [root / group for root in (conf, *folders)]
+    nested = [*roots, conf / group / _PAPERS] if group == "recipe" else []
+    for root, pattern in (*((root, "*.yaml") for root in roots), *((root, "*/*.yaml") for root in nested)):
+        found = (file for file in root.glob(pattern) if file.parent == root or not file.with_name("run.yaml").is_file())
+        names |= {file.relative_to(root).with_suffix("").as_posix() for file in found}
+    return {name.removesuffix("/config"): name for name in sorted(names)}
 
 
 @functools.cache

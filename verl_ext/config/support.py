@@ -4,6 +4,7 @@ It is read from the config.json and the classes, before weights are loaded.
 """
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,13 @@ from transformers import AutoModelForCausalLM
 from verl_ext.answers.generation import generation_problem
 from verl_ext.attention import AttentionNeeds, KernelDevice, choose_backend, fallback_notices, flash_limit
 from verl_ext.attention.rope import same_frequencies_in_all_layers_up_to
-from verl_ext.config.adapters import lora_problems
+from verl_ext.config.adapters import adapter_notices, lora_problems
 from verl_ext.config.architecture import Architecture
+from verl_ext.config.four_bits import nf4_notice, nf4_problems
+from verl_ext.config.shared_experts import shared_experts_problems
 from verl_ext.engines.head import cheapest_head
+from verl_ext.engines.lora import counted_parts
+from verl_ext.engines.muon import fused_parts
 from verl_ext.engines.new_rows import embeddings_and_head
 from verl_ext.engines.optimizer import rate_problems
 from verl_ext.engines.router import asks_for_router_loss, has_router_loss
@@ -31,7 +36,9 @@ from verl_ext.layers.towers import auto_class, freeze, outside_text, text_parts
 from verl_ext.layers.trial import isolation_problem, sharing_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.options import first_line, spell
+from verl_ext.parallel.experts import expert_layers
 from verl_ext.parallel.ulysses import HeadPadding
+from verl_ext.plugin import ARCHITECTURES
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -53,8 +60,8 @@ def model_support_problems(model: Architecture) -> list[str]:
     A small model of the same class is tried on a pack (verl_ext.layers.trial). Reasons that are known by name come
     first.
     """
-    if getattr(model.hf_config, "model_type", None) == "qwen_titans":
-        return ["model.path holds a Qwen with long-term memory, which needs model=qwen_titans; got another model group"]
+    if (kind := getattr(model.hf_config, "model_type", None)) in ARCHITECTURES:
+        return [f"model.path holds a {kind} model, which needs model={kind}; got another model group"]
     problems = list(_packing_problems(model))
     if model.cls is not None and hasattr(model.text, "is_decoder") and not problems:
         problems += _encoder_problems(model)
@@ -90,7 +97,7 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
 
 
 def _encoder_problems(model: Architecture) -> list[str]:
-    """List reasons against packs in an encoder's modules (BERT and its kin)."""
+    """List reasons against packs in an encoder's modules (BERT-like)."""
     name, modules = f"model.path: {model.name}", dict(model.module.named_modules())
     # Decoders of encoder-decoder pairs attend to encoder states if there are any; texts alone have none.
     known = {path for path, module in modules.items() if type(module).__name__ in MIXERS}
@@ -151,7 +158,7 @@ def answering_problem(model: Architecture) -> str | None:
     except Exception:  # small sizes do not suit the config
         return None
     problem = generation_problem(trial)
-    return problem and f"eval.prompts must be null, or eval.base_url be given, for a {model.name}: {problem}"
+    return problem and f"eval.prompts must be null for a {model.name}: {problem}"
 
 
 def sharing_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
@@ -188,12 +195,21 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         yield f"model.enable_gradient_checkpointing must be false for a {model.name}, which has none; got true"
     if problem := experts_problem(model.module, config.model_options.experts):
         yield f"{problem}; got {config.model_options.experts}"
+    if config.trainer.log_experts and (model.module is None or not any(expert_layers(model.module))):
+        yield f"trainer.log_experts must be false for a {model.name}, which has no stacked experts; got true"
+    if config.parallel.expert_parallel > 1:
+        yield from shared_experts_problems(config, model)
     if getattr(config.dataset, "share_prefixes", False):
         yield from sharing_problems(config, model)
     yield from _freeze_problems(config, model)
     if model.module is not None and not config.model_options.lora_rank:  # else of adapters
         yield from rate_problems(model.module, config.optim.lr_of)
     yield from lora_problems(config, model)
+    yield from nf4_problems(config, model)
+    if getattr(config.optim, "split_fused", False) and model.module is not None and not _split_names(config, model):
+        adapters = " with adapters" * bool(config.model_options.lora_rank)
+        must = f"optim.split_fused must be false for a {model.name}{adapters}"
+        yield f"{must}, which trains no fused projection; got true"
     if has_scans(model) and config.trainer.device == "cuda":
         has_kernels = find_spec("fla") is not None
         if has_kernels and (problem := kernels_problem(config.machine.capability)):
@@ -201,6 +217,21 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         if not has_kernels and config.engine.full_determinism:
             why = "torch's code of its recurrences sums in any order on a GPU (pip install '.[hybrid]' has kernels)"
             yield f"engine.full_determinism must be false for a {model.name}: {why}; got true"
+
+
+def _split_names(config: "RunConfig", model: Architecture) -> list[str]:
+    """Return the names of the trained projections that `optim.split_fused` splits."""
+    parts = {} if config.model_options.lora_rank else fused_parts(model.module)
+    return [name for name, weight in model.module.named_parameters() if weight.requires_grad and weight in parts]
+
+
+def _bias_notice(model: Architecture) -> Iterator[str]:
+    """Say which correction biases of routers stay as they are, because no loss has a gradient for them."""
+    buffers = {name for name, _ in model.module.named_buffers()} & model.module.state_dict().keys()
+    frozen = {name for name, weight in model.module.named_parameters() if not weight.requires_grad}
+    if biases := sorted(name for name in buffers | frozen if re.search(r"(correction|expert)_bias$", name)):
+        counts = counted_parts(biases)
+        yield f"routers keep their correction biases as model.path has them, which no loss trains: {counts}"
 
 
 def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
@@ -211,6 +242,8 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
             f"model.freeze must be [] with model.lora_rank={options.lora_rank}, which trains adapters alone "
             f"(model.exclude_modules names modules without them); got {spell(options.freeze)}"
         )
+    elif options.freeze == ["*"]:
+        yield f"model.freeze must leave a parameter to train; got {spell(options.freeze)}"
     elif model.module is not None:
         try:
             freeze(model.module, options.freeze)
@@ -247,6 +280,13 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
         )
     if model.module is not None and not config.model_options.lora_rank:
         yield from _frozen_notice(model, config.model_options.freeze)
+    yield from _rounding_notice(config, model)
+    yield from adapter_notices(config, model)
+    yield from nf4_notice(config, model)
+    if model.module is not None:
+        yield from _bias_notice(model)
+        if getattr(config.optim, "split_fused", False):
+            yield f"Muon takes the parts of fused projections one by one: {counted_parts(_split_names(config, model))}"
     scans = has_scans(model)
     if scans and config.trainer.device == "cuda" and find_spec("fla") is None:
         kernels = "the kernels of flash-linear-attention are not installed (pip install '.[hybrid]')"
@@ -260,7 +300,7 @@ def model_notices(config: "RunConfig", model: Architecture, head: str) -> Iterat
         yield (
             f"engine.model_dtype={dtype} keeps the weights that the optimizer changes in eight bits: a step below "
             f"1/512 of a weight is lost (with optim.lr={config.optim.lr}, of weights above "
-            f"{512 * config.optim.lr:.0e}); fp32 keeps all of it"
+            f"{512 * (config.optim.lr or 0):.0e}); fp32 keeps all of it"
         )
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
     # The rest is about what runs otherwise than it was asked for.
@@ -289,6 +329,19 @@ def _frozen_notice(model: Architecture, patterns: Sequence[str]) -> Iterator[str
         why = [f"a text does not reach {outside}"] * bool(outside) + [asked] * bool(patterns)
         why = why or ["as the model's class has them"]
         yield f"{counts[0]:,} of {sum(counts):,} parameters are frozen ({'; '.join(why)}), {counts[1]:,} are trained"
+
+
+def _rounding_notice(config: "RunConfig", model: Architecture) -> Iterator[str]:
+    """Say if checkpoints and exports hold rounded frozen weights; what is computed stays the same."""
+    options, saved, dtype = config.model_options, config.checkpoint, getattr(model.hf_config, "dtype", None)
+    has_base = not options.lora_rank or not saved.save_lora_only or "hf_model" in saved.save_contents
+    is_frozen = options.lora_rank or (model.module and any(not p.requires_grad for p in model.module.parameters()))
+    is_finer = str(dtype).removeprefix("torch.") == "float32" and config.param_dtype != "fp32"
+    if options.frozen_dtype == "compute" and is_finer and is_frozen and has_base:
+        yield (
+            f"model.frozen_dtype=compute rounds the frozen weights of a model in fp32 to {config.param_dtype}, also in "
+            "what the run saves; fp32 keeps them"
+        )
 
 
 def _kernel_notices(config: "RunConfig", model: Architecture) -> Iterator[str]:

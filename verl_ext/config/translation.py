@@ -2,7 +2,7 @@
 
     model.partial_pretrain=M                    → model.path=M
     data.max_length=512                         → data.max_tokens=512 data.strategy=none data.drop_last=true
-    not given                                   → trainer.total_epochs=4 optim.lr=1e-5 …, verl's defaults
+    not given                                   → trainer.total_epochs=4 optim.betas=[0.9,0.95] …, verl's defaults
     data.train_files=/d/gsm8k/train.parquet     → data.sources.gsm8k=/d/gsm8k/train.parquet columns.prompt=q
         data.prompt_key=q                         of `verl-ext train`, which tokenizes first
 
@@ -15,28 +15,29 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 
+from verl_ext.config.keys import KEYS, OFFLOAD, Key
 from verl_ext.config.legacy import (
-    DEFAULTS,
-    DEFAULTS_OF_OLD,
+    CHAT_ENDS,
     DEPRECATED,
     FOREIGN_ENGINES,
-    FORWARDS,
-    MAX_LENGTH,
-    NULLABLE,
-    OFFLOAD,
-    SUPERSEDED,
-    Superseded,
+    PAIR_ENDS,
+    RATE,
+    RATE_OF_OLD,
     is_of_old,
     is_raw,
     renamed,
+    row_of,
     superseded,
 )
 from verl_ext.overrides import Item
 
 _SPAN = "optim.lr_schedule_span"
+_RATE = "optim.lr"
 # Keys that say how documents become packs; a command of verl's without them batches rows.
 _OF_PACKS = ("data.max_tokens", "data.strategy", "data.mixture", "recipe")
-_ROW_KEYS = ("data.max_length", "data.truncation", "data.use_dynamic_bsz", *FORWARDS)
+_MAX_LENGTH = "1024"  # tokens of a row, in verl
+_FORWARDS = {"data.max_token_len_per_gpu": "8192", "data.micro_batch_size_per_gpu": "4"}  # tokens, or rows, in verl
+_ROW_KEYS = ("data.max_length", "data.truncation", "data.use_dynamic_bsz", *_FORWARDS)
 _ROWS_OF_FORWARD = "data.micro_batch_size_per_gpu"
 _KWARGS = "apply_chat_template_kwargs"
 _THINKING = "data.enable_thinking_default"
@@ -46,58 +47,92 @@ _THINKING = "data.enable_thinking_default"
 class Translation:
     """Today's overrides, a notice per change, a line per untranslated override.
 
-    sources: the words of `verl-ext train` for raw files and their records; empty without keys of those.
+    sources: the words of `verl-ext train` for raw files and their records; empty without keys of those. replies: what
+    of their replies is learnt otherwise.
     """
 
     items: list[Item] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     sources: list[Item] = field(default_factory=list)
+    replies: str = ""
 
 
 def translate(
-    items: Sequence[Item], own_class: bool, packed: bool, is_known: Callable[[str], bool] = lambda key: True
+    items: Sequence[Item],
+    own_class: bool,
+    packed: bool,
+    is_known: Callable[[str], bool] = lambda key: True,
+    is_old: bool | None = None,
+    writes_rate: bool = False,
 ) -> Translation:
     """Translate overrides to today's names, which win if both are given.
 
     own_class: whether data.custom_cls names a user's class, which may read any key. packed: whether the data group
     makes packs, for which even data.max_length has no meaning. is_known: whether today's configuration has a key.
+    is_old: whether the program is the trainer of verl ≤ 0.6; None: the keys tell. writes_rate: whether verl's default
+    of optim.lr becomes an override, for a command that is printed; a run must be given its rate.
     """
-    command, result = _Command(items, own_class, packed), Translation()
+    command, result = _Command(items, own_class, packed, is_old), Translation()
     for item in _without_foreign_engine(command, result, is_known):
         _translate(item, command, result)
     if command.batches_rows:
         _read_rows(command, result)
     elif command.is_verls and "recipe" not in command.values:
-        forward = Item("", _ROWS_OF_FORWARD, FORWARDS[_ROWS_OF_FORWARD])
-        if defaults := [*command.defaults, *([] if command.keys & {*FORWARDS} else [forward])]:
+        forward = Item("", _ROWS_OF_FORWARD, _FORWARDS[_ROWS_OF_FORWARD])
+        span = _read_span(command, result)
+        result.items.extend(span if "trainer.total_epochs" in command.by_key else [])
+        defaults = [*command.defaults, *([] if command.keys & {*_FORWARDS} else [forward])]
+        if defaults := [*defaults, *(each for each in span if each not in result.items)]:
             result.notices.append(f"not given, and another default in verl: {' '.join(map(str, defaults))}")
+    if command.is_verls and not {_RATE, "recipe"} & command.keys and command.values.get("optim", "fsdp") == "fsdp":
+        rate = Item("", _RATE, RATE_OF_OLD if command.is_old else RATE)
+        result.items.extend([rate] * writes_rate)
+        tail = "" if writes_rate else ", which `verl-ext migrate` writes into the command: a run has no default"
+        result.notices.append(f"{_RATE} is not given: {rate.value} is verl's default{tail}")
     if command.raw:
-        _read_raw(command, result)
-    return replace(result, notices=list(dict.fromkeys(result.notices)))
+        result = replace(result, replies=_read_raw(command, result))
+    return replace(result, notices=list(dict.fromkeys([*result.notices, *filter(None, [result.replies])])))
 
 
 class _Command:
     """A command's overrides, and the trainer they were written for.
 
-    own_class, packed: as in :func:`translate`. keys: the names that they give, old ones also by today's names.
+    own_class, packed: as in :func:`translate`. keys: the names that they give, old ones also by today's names. read:
+    the keys whose values were asked for.
     """
 
-    def __init__(self, items: Sequence[Item], own_class: bool, packed: bool) -> None:
-        self.items, self.own_class, self.packed = items, own_class, packed
+    def __init__(self, items: Sequence[Item], own_class: bool, packed: bool, is_old: bool | None) -> None:
+        self.items, self.own_class, self.packed, self.program_is_old = items, own_class, packed, is_old
+        self.read = {"data.train_files", "data.val_files"}
         self.by_key = {item.key: item for item in items}
         self.values = {item.key: (item.value or "").strip("'\"") for item in items}
         self.keys = {*self.by_key, *filter(None, map(renamed, self.by_key))}
 
     @cached_property
     def is_old(self) -> bool:
-        """Whether it was written for verl ≤ 0.6."""
+        """Whether it is for verl ≤ 0.6, by its program, its records' fields or the spelling of a key."""
+        old, new = self.of_ages
+        if self.program_is_old or bool(old) != bool(new):
+            return bool(self.program_is_old or old)  # the later trainer does not start with fields of the earlier one
+        if self.program_is_old is not None:
+            return False
         return any(is_of_old(key) and not (self.own_class and key.startswith("data.")) for key in self.by_key)
+
+    @property
+    def of_ages(self) -> tuple[list[str], list[str]]:
+        """The keys of records' fields that verl ≤ 0.6 alone has, and those that later versions alone have."""
+        asked = [key for key in self.by_key if not (self.own_class or self.is_nothing(key))]
+        return [key for key in asked if is_raw(key, "old")], [key for key in asked if is_raw(key, "new")]
 
     @cached_property
     def is_verls(self) -> bool:
-        """Whether it has a key that only verl's trainers read."""
-        return self.is_old or (self.packed and not self.own_class and any(map(self._is_of_verls_data, self.by_key)))
+        """Whether its program is of verl's, or it has a key that only verl's trainers read."""
+        return (
+            self.is_old
+            or self.program_is_old is not None
+            or (self.packed and not self.own_class and any(map(self._is_of_verls_data, self.by_key)))
+        )
 
     @cached_property
     def batches_rows(self) -> bool:
@@ -124,8 +159,9 @@ class _Command:
     @cached_property
     def defaults(self) -> list[Item]:
         """The defaults of its verl for what it leaves out."""
-        every = (*DEFAULTS, *(DEFAULTS_OF_OLD if self.is_old else ()))
-        return [Item("", key, value) for key, value, other in every if not {key, other} & self.keys]
+        rows = [row for row in KEYS if not {row.name, row.unless} & self.keys]
+        old = [Item("", row.name, row.old_default) for row in rows if row.old_default and self.is_old]
+        return [*(Item("", row.name, row.default) for row in rows if row.default), *old]
 
     def has(self, key: str) -> bool:
         """Tell whether a key or one below it is given."""
@@ -139,16 +175,13 @@ class _Command:
         return self.values.get(key, "").lower() in nothing
 
     def item(self, key: str, default: str, today: str | None = None) -> Item:
-        """Return a key's override under today's name, or the default.
-
-        The default stands for null too.
-        """
-        is_default = self.values.get(key, "null") in ("null", "")
-        item = Item("", key, default) if is_default else self.by_key[key]
-        return replace(item, prefix="", key=today or key)
+        """Return a key's override under today's name, or the default, which stands for null too."""
+        is_default = self.value(key, "") == ""
+        return replace(Item("", key, default) if is_default else self.by_key[key], prefix="", key=today or key)
 
     def value(self, key: str, default: str) -> str:
         """Return a key's unquoted value; the default if absent or null."""
+        self.read.add(key)
         return value if (value := self.values.get(key, "null")) not in ("null", "") else default
 
 
@@ -194,7 +227,7 @@ def _translate(item: Item, command: _Command, result: Translation) -> None:
     elif new is None:
         result.items.append(item)
     # Today's name wins, so a command can be moved over key by key.
-    elif new in command.by_key or (value == "null" and key in NULLABLE):
+    elif new in command.by_key or (value == "null" and row_of(key).is_nullable):
         why = f"{new} is given" if new in command.by_key else "it is null"
         result.notices.append(f"{key} ({_age(key)}) is left out: {why}")
     else:
@@ -220,7 +253,7 @@ def _read_offload(command: _Command, result: Translation) -> None:
         result.items.append(item)
 
 
-def _supersede(item: Item, entry: Superseded, keys: set[str], result: Translation) -> None:
+def _supersede(item: Item, entry: Key, keys: set[str], result: Translation) -> None:
     """Add a superseded override's translation, notice or problem to `result`."""
     old, value = str(replace(item, prefix="")), (item.value or "").strip("'\"")
     if entry.by in keys:
@@ -238,12 +271,12 @@ def _supersede(item: Item, entry: Superseded, keys: set[str], result: Translatio
 
 def _read_rows(command: _Command, result: Translation) -> None:
     """Add verl's steps: rows, dropped rest, forwards, schedule, defaults."""
-    length = command.item("data.max_length", MAX_LENGTH, "data.max_tokens")
+    length = command.item("data.max_length", _MAX_LENGTH, "data.max_tokens")
     by_tokens = not command.is_old and command.value("data.use_dynamic_bsz", "true").lower() == "true"
-    read, unread = FORWARDS if by_tokens else reversed(FORWARDS)
+    read, unread = _FORWARDS if by_tokens else reversed(_FORWARDS)
     rows = [length, Item("", "data.strategy", "none"), *_over_length(command, result)]
     rows += [] if "data.drop_last" in command.by_key else [Item("", "data.drop_last", "true")]
-    rows.append(command.item(read, FORWARDS[read]))
+    rows.append(command.item(read, _FORWARDS[read]))
     result.notices.append(
         f"as in verl, a step is data.train_batch_size rows of at most {length.value} tokens, and an epoch drops the "
         f"rows that fill no step: {' '.join(map(str, rows))} (give data.max_tokens for packs of documents)"
@@ -255,12 +288,18 @@ def _read_rows(command: _Command, result: Translation) -> None:
             "the loss is the mean over a step's target tokens, as in verl since 0.7; in verl ≤ 0.6 it was the mean of "
             "the micro-batches' means"
         )
-        if _SPAN not in command.by_key and "trainer.total_training_steps" in command.by_key:
-            result.notices.append(f"{_SPAN}=epochs: as in verl ≤ 0.6, trainer.total_training_steps only ends the run")
-            rows.append(Item("", _SPAN, "epochs"))
+        rows += _read_span(command, result)
     if command.defaults:
         result.notices.append(f"not given, so verl's defaults: {' '.join(map(str, command.defaults))}")
     result.items[:] = [*rows, *result.items, *command.defaults]
+
+
+def _read_span(command: _Command, result: Translation) -> list[Item]:
+    """Return the span of the schedule in verl ≤ 0.6, if the command ends the run by its steps."""
+    if not command.is_old or _SPAN in command.by_key or "trainer.total_training_steps" not in command.by_key:
+        return []
+    result.notices.append(f"{_SPAN}=epochs: as in verl ≤ 0.6, trainer.total_training_steps only ends the run")
+    return [Item("", _SPAN, "epochs")]
 
 
 def _over_length(command: _Command, result: Translation) -> list[Item]:
@@ -270,13 +309,13 @@ def _over_length(command: _Command, result: Translation) -> list[Item]:
         result.notices.append("data.truncation=left is read as right: verl cuts rows without padding at their end")
         cut = "right"
     if cut not in ("error", "right"):
-        _supersede(Item("", "data.truncation", cut), SUPERSEDED["data.truncation"], command.keys, result)
+        _supersede(Item("", "data.truncation", cut), row_of("data.truncation"), command.keys, result)
     asks = "data.over_length" in command.by_key
     return [Item("", "data.over_length", "truncate")] if cut == "right" and not asks else []
 
 
-def _read_raw(command: _Command, result: Translation) -> None:
-    """Add raw files, their fields and template for `verl-ext train`."""
+def _read_raw(command: _Command, result: Translation) -> str:
+    """Add raw files, their fields and template; return a note on how replies are learnt in verl."""
     words = result.sources
     # No command of ours reads a tokenized training set beside raw validation files.
     if command.raw == ["data.val_files"] and "data.train_dir" in command.by_key:
@@ -284,7 +323,13 @@ def _read_raw(command: _Command, result: Translation) -> None:
             "data.val_files has no equivalent: `verl-ext tokenize` reads raw files, and data.val_dir names its "
             f"folder; got {command.values['data.val_files']}: give data.val_dir instead"
         )
-        return
+        return ""
+    if all(ages := command.of_ages) and command.program_is_old is None:
+        old, new = ages
+        result.problems.append(
+            f"{new[0]} must not stand beside {old[0]}, which verl ≤ 0.6 alone reads; it does not read {new[0]}; got "
+            f"{command.by_key[new[0]]} and {command.by_key[old[0]]}"
+        )
     # verl's own default files stand in for missing ones, so that the command reads what it read there.
     train = command.item("data.train_files", "~/data/gsm8k/train.parquet")
     files = {} if command.has("data.sources") else {"data.sources": train}
@@ -299,7 +344,8 @@ def _read_raw(command: _Command, result: Translation) -> None:
         if item.value not in ("null", "", "[]")
     ]
     # verl ≤ 0.6 names the two fields of a question and its answer, unless it reads chats.
-    if command.is_old and command.is_nothing("data.multiturn.enable"):
+    pairs = command.is_old and command.is_nothing("data.multiturn.enable")
+    if pairs:
         for field_name, default in (("prompt", "question"), ("response", "answer")):
             node = f"data.{field_name}"
             path = [command.value(f"{node}_key", default), command.value(f"{node}_dict_keys", "")]
@@ -313,7 +359,10 @@ def _read_raw(command: _Command, result: Translation) -> None:
             item = command.item(f"{node}.{field_name}_key", field_name, f"columns.{field_name}")
             words += [item] if item.value != field_name else []
     # Arguments of the template go along, because they change the tokens.
-    if not command.is_nothing(_THINKING) and f"data.{_KWARGS}.enable_thinking" not in command.by_key:
+    if (
+        not (command.is_old or command.is_nothing(_THINKING))
+        and f"data.{_KWARGS}.enable_thinking" not in command.by_key
+    ):
         words.append(command.item(_THINKING, "", f"{_KWARGS}.enable_thinking"))
     if not command.is_nothing(f"data.{_KWARGS}"):
         words.append(command.item(f"data.{_KWARGS}", "", _KWARGS))
@@ -324,6 +373,16 @@ def _read_raw(command: _Command, result: Translation) -> None:
     ]
     for key in ("data.chat_template", "model.custom_chat_template"):
         words += [] if command.is_nothing(key) else [command.item(key, "", "chat_template")]
+    command.read |= {"data.multiturn.enable"} if command.is_old else set()
+    for key in command.raw:
+        if key == "data.multiturn":
+            result.problems.append(f"{key} is read by its keys, such as {key}.enable; got {command.by_key[key]}")
+        elif key not in command.read and not f"{key}.".startswith(f"data.{_KWARGS}."):
+            reader = (
+                f"verl {'≤ 0.6' if command.is_old else 'since 0.7'}, which reads {'pairs' if pairs else 'chats'} here"
+            )
+            result.notices.append(f"{command.by_key[key]} is left out: {reader}, does not read it")
+    return PAIR_ENDS if pairs else CHAT_ENDS
 
 
 def _names(value: str) -> list[str]:

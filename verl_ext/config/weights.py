@@ -1,21 +1,21 @@
 """A comparison of the weights in `model.path` with its config's model."""
 
+import copy
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from inspect import signature
 from logging import WARNING, LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import utils
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from verl_ext.config.quantized import PlainHeaders, plain_headers, quantization_of
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.engines.lora import LoraOptions
 from verl_ext.environment import UNKNOWN, files_digest, folder_digest
@@ -26,6 +26,7 @@ from verl_ext.text.tokens.new_tokens import NEW_SPECIAL_TOKENS, NEW_TOKENS
 
 _NAMED = 3  # the number of weights that a line names
 _ENDINGS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
+_FILES = (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME)
 _OPTION = "model.allow_weight_mismatch"
 
 
@@ -44,25 +45,18 @@ class ModelNode(ActivationOptions, FreezeOptions, LoraOptions):
         "grouped_mm if transformers has it for the model",
         choices=("auto", "grouped_mm", "eager"),
     )
+    quantization: str | None = option(
+        None,
+        "nf4: the frozen base under adapters lies in four bits a number, bitsandbytes' NF4 in blocks of 64, and is "
+        "quantized while it is read; null: it does not",
+        choices=("nf4",),
+        resume="same",
+    )
+    quantization_nested: bool = option(
+        False, "true: with the scales of bitsandbytes' double quantization, in the same memory", resume="same"
+    )
     new_tokens: list[str] = option([], NEW_TOKENS, resume="same")
     new_special_tokens: list[str] = option([], NEW_SPECIAL_TOKENS, resume="same")
-
-
-def dequantize(hf_config: Any) -> None:
-    """Make transformers dequantize weights (GPT-OSS' MXFP4) as it loads them, in place.
-
-    Raises ValueError if it cannot, because quantized weights have no gradients.
-    """
-    quantization = getattr(hf_config, "quantization_config", None)
-    if not quantization:
-        return
-    values = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    method = str(values.get("quant_method"))
-    method_class = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
-    if method_class is None or "dequantize" not in signature(method_class).parameters:
-        plain_weights = "weights that are not quantized, or that transformers dequantizes as it loads them (mxfp4, fp8)"
-        raise ValueError(f"model.path must hold {plain_weights}; got quant_method={method}")
-    hf_config.quantization_config = {**values, "dequantize": True}
 
 
 def weight_problems(folder: str, key: str = "model.path") -> list[str]:
@@ -107,37 +101,56 @@ def _index_problem(folder: Path, key: str) -> str | None:
 
 
 def check_weights(
-    model_class: Any, hf_config: Any, path: str, allowed: Iterable[str], override: dict[str, Any]
+    model_class: Any,
+    hf_config: Any,
+    path: str,
+    allowed: Iterable[str] = (),
+    override: Mapping[str, Any] | None = None,
+    key: str = "model.path",
 ) -> list[str]:
     """Compare the weights' names and shapes with those of a config's model.
 
     transformers loads the headers as tensors without storage, so its renamings, conversions (experts become one
     tensor), ties and lists of ignored keys apply as in training. Weights that a class allows to be missing, such as the
-    memory that a plain Qwen lacks, must be either all present or all missing.
+    memory that a plain Qwen lacks, must be either all present or all missing. Quantized weights are compared as the
+    plain ones that they become.
 
     Args:
-        model_class: the class of the config in transformers.
+        model_class: the class of the config, in transformers or in the folder.
         hf_config: the config.
         path: the folder or Hub name of the weights.
         allowed: `model.allow_weight_mismatch`.
         override: `model.override_config`, for error messages.
+        key: the option that names the path.
 
-    Returns a line for each kind of allowed difference. Raises ValueError with a line for each other difference, and
-    OSError if the Hub does not answer.
+    Returns a line for each kind of allowed difference, and one for weights that the class leaves out. Raises ValueError
+    with a line for each other difference, and OSError if the Hub does not answer.
     """
-    if problem := _adapter_problem(path):
+    if problem := _adapter_problem(path, key):
         raise ValueError(problem)
+    stored, hf_config = headers(path, key), copy.copy(hf_config)
+    quantized = plain_headers(stored, quantization_of(hf_config)) or PlainHeaders(stored)
+    if quantized.tensors is not stored:
+        del hf_config.quantization_config
     # The class would hide weights that it may lack, of which some without others are a mistake.
     may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
-    # Its module tells transformers 5.24 that it is no custom code, whose names are not renamed.
+    # Its module tells transformers 5.24 that it is not custom code, whose names are not renamed.
     members = {"_keys_to_ignore_on_load_missing": None, "__module__": model_class.__module__}
-    model_class = type(model_class.__name__, (model_class,), members)
+    model_class, left_out = type(model_class.__name__, (model_class,), members), set[str]()
+    ignore = model_class._adjust_missing_and_unexpected_keys
+
+    def ignored(model: Any, found: Any) -> None:
+        patterns = "|".join(model._keys_to_ignore_on_load_unexpected or ["(?!)"])
+        left_out.update(name for name in found.unexpected_keys if re.search(patterns, name))
+        ignore(model, found)
+
+    model_class._adjust_missing_and_unexpected_keys = ignored
     with _without_bars(), _ties_of_headers() as compared, held_back("modeling_utils") as reports:
         try:
             model, found = model_class.from_pretrained(
                 None,
                 config=hf_config,
-                state_dict=_headers(path),
+                state_dict=quantized.tensors,
                 device_map={"": "meta"},
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
@@ -151,23 +164,26 @@ def check_weights(
         found["missing_keys"] -= new
     reshaped = [f"{name} {list(has)} for {list(must)}" for name, has, must in found.get("mismatched_keys", ())]
     notices, problems = [], []
+    if left_out:
+        notices.append(
+            f"{key} also holds {counted_names(left_out)}: a {model_class.__name__} leaves them out, untrained"
+        )
     tied = {} if "torn" in found else model.all_tied_weights_keys
     # On the meta device, transformers 5.24 leaves two tensors apart instead of comparing them.
     if compared or any(model.get_parameter(one) is not model.get_parameter(other) for one, other in tied.items()):
         ties = ", ".join(f"{target} and {source}" for target, source in tied.items())
-        notices.append(
-            f"model.path holds {ties}, which its config ties: equal weights are trained as one, others apart"
-        )
-    # A difference is an error unless the user names it as meant.
+        notices.append(f"{key} holds {ties}, which its config ties: equal weights are trained as one, others apart")
+    # A difference is an error unless the user lists it as intended.
     for has, names, then in (
         ("lacks", found.get("missing_keys", ()), "begin random"),
         ("also holds", found.get("unexpected_keys", ()), "are left out"),
-        ("holds other shapes of", reshaped, ""),
+        ("holds other shapes of", [*reshaped, *quantized.reshaped], ""),
         ("holds a part of", found.get("torn", ()), ""),
+        ("lacks the scales", quantized.lacking, ""),
     ):
         passed = {name for name in names if then and any(fnmatchcase(name, glob) for glob in allowed)}
         if passed:
-            notices.append(f"{_OPTION}: {_listed(passed)} of model.path {then}")
+            notices.append(f"{_OPTION}: {counted_names(passed)} of {key} {then}")
         if rest := set(names) - passed:
             # A part that is missing as a whole is one word, not a hundred names.
             for part in outside_text(model) if rest == set(found.get("missing_keys", ())) else ():
@@ -176,8 +192,8 @@ def check_weights(
             how = f" with model.override_config={spell(override)}" if override else ""
             hint = f"; {_OPTION}=[{min(rest)}] names those that may {then.replace('are', 'be')}" if then else ""
             problems.append(
-                f"model.path must hold the weights of the {model_class.__name__} that its config means{how}; {path} "
-                f"{has} {_listed(rest)}{hint}"
+                f"{key} must hold the weights of the {model_class.__name__} that its config means{how}; {path} "
+                f"{has} {counted_names(rest)}{hint}"
             )
     refuse(problems)
     return notices
@@ -208,7 +224,7 @@ def digest_of_weights(path: str, key: str = "model.path") -> str:
     """
     if os.path.exists(path):
         return folder_digest(path, _ENDINGS)
-    files = [Path(file) for file in _weight_files(path, key)]
+    files = [Path(file) for file in weight_files(path, key)]
     return files_digest(sorted(files), files[0].parent)
 
 
@@ -220,33 +236,31 @@ def revision(path: str) -> str:
     return Path(file).parent.name if file else UNKNOWN
 
 
-def _headers(path: str) -> dict[str, Any]:
-    """Read {name: tensor without storage} from the files; download them if needed."""
+def headers(path: str, key: str, names: Sequence[str] = _FILES) -> dict[str, Any]:
+    """Read {name: tensor without storage} from the files of these names; download them if needed."""
     from transformers.modeling_utils import load_state_dict
 
     state: dict[str, Any] = {}
-    for file in _weight_files(path):
+    for file in weight_files(path, key, names):
         try:
             state |= load_state_dict(file, map_location="meta")
         except Exception as error:  # a pickle may raise any error
-            raise ValueError(
-                f"model.path must hold weights that can be read; got {file}: {first_line(error)}"
-            ) from error
+            raise ValueError(f"{key} must hold weights that can be read; got {file}: {first_line(error)}") from error
     return state
 
 
-def _weight_files(path: str, key: str = "model.path") -> list[str]:
-    """Return the weight files that transformers would read; download if needed."""
-    for name in (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME):
+def weight_files(path: str, key: str = "model.path", names: Sequence[str] = _FILES) -> list[str]:
+    """Return the weight files of the first name that is there, downloaded if needed."""
+    for name in names:
         if utils.hub.has_file(path, name):
             file = utils.cached_file(path, name)
             assert file is not None, "has_file says that it is there"
             return utils.hub.get_checkpoint_shard_files(path, file)[0] if name.endswith(".index.json") else [file]
-    names = f"{utils.SAFE_WEIGHTS_NAME} or {utils.WEIGHTS_NAME}, or shards with an index"
-    raise ValueError(f"{key} must hold {names}; got {path}")
+    raise ValueError(f"{key} must hold {' or '.join(names)}; got {path}")
 
 
-def _listed(names: Iterable[str]) -> str:
+def counted_names(names: Iterable[str]) -> str:
+    """Count names and show the first of them: `5: a, b, c and 2 more`."""
     names = sorted(names)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{len(names)}: {', '.join(names[:_NAMED])}{more}"

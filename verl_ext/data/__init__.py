@@ -4,32 +4,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_ext.data.babilong import BABILongDataset
-    from verl_ext.data.categories import CategoryTable
-    from verl_ext.data.chosen import ChosenDataSet
-    from verl_ext.data.dataset import PackDataset, PackFacts
-    from verl_ext.data.facts import check_vocabulary
-    from verl_ext.data.files_in_use import DataFile
-    from verl_ext.data.own import DocumentDataset
-    from verl_ext.data.pretrain import PreTrainDataset
-    from verl_ext.data.sft import SFTDataSet
+    from verl_ext.data.families.babilong import BABILongDataset
+    from verl_ext.data.families.chosen import ChosenDataSet
+    from verl_ext.data.families.own import DocumentDataset
+    from verl_ext.data.families.preference import PreferenceDataSet
+    from verl_ext.data.families.pretrain import PreTrainDataset
+    from verl_ext.data.families.sft import SFTDataSet
+    from verl_ext.data.packs.dataset import PackDataset, PackFacts
     from verl_ext.data.stream.multidoc import MultiDocDataset
+    from verl_ext.data.tokenized.categories import CategoryTable
+    from verl_ext.data.tokenized.facts import check_vocabulary
+    from verl_ext.data.tokenized.files_in_use import DataFile
     from verl_ext.packing import plan_packs
 
 _MODULES = {
-    "BABILongDataset": "data.babilong",
-    "CategoryTable": "data.categories",
-    "ChosenDataSet": "data.chosen",
-    "DataFile": "data.files_in_use",
-    "DocumentDataset": "data.own",
+    "BABILongDataset": "data.families.babilong",
+    "CategoryTable": "data.tokenized.categories",
+    "ChosenDataSet": "data.families.chosen",
+    "DataFile": "data.tokenized.files_in_use",
+    "DocumentDataset": "data.families.own",
     "MultiDocDataset": "data.stream.multidoc",
-    "PackDataset": "data.dataset",
-    "PackFacts": "data.dataset",
-    "PreTrainDataset": "data.pretrain",
-    "SFTDataSet": "data.sft",
-    "check_vocabulary": "data.facts",
+    "PackDataset": "data.packs.dataset",
+    "PackFacts": "data.packs.dataset",
+    "PreTrainDataset": "data.families.pretrain",
+    "PreferenceDataSet": "data.families.preference",
+    "SFTDataSet": "data.families.sft",
+    "check_vocabulary": "data.tokenized.facts",
     "plan_packs": "packing",
 }
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

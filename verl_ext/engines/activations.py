@@ -44,8 +44,10 @@ class ActivationOptions(Options):
 NEEDS_CHECKPOINTS = "model.activation_offload=true needs model.enable_gradient_checkpointing=true; got false"
 
 
-def apply_activation_options(module: Any, options: ActivationOptions) -> None:
+def apply_activation_options(module: Any, options: ActivationOptions, **of_checkpoints: Any) -> None:
     """Install the options on a model, before adapters and FSDP.
+
+    of_checkpoints: further arguments of `torch.utils.checkpoint`.
 
     Raises ValueError if no layer is checkpointed, or none can be tiled.
     """
@@ -55,7 +57,7 @@ def apply_activation_options(module: Any, options: ActivationOptions) -> None:
         checkpointed = [layer for layer in module.modules() if getattr(layer, "gradient_checkpointing", False)]
         if not checkpointed:
             raise ValueError(NEEDS_CHECKPOINTS)
-        keep_on_host = HostCheckpoints()
+        keep_on_host = HostCheckpoints(**of_checkpoints)
         for layer in checkpointed:
             layer._gradient_checkpointing_func = keep_on_host
 
@@ -110,14 +112,15 @@ class HostCheckpoints:
     It is `torch.utils.checkpoint` without re-entry, whose first argument waits for the backward pass on the host.
     transformers calls it as ``function(layer, hidden, *others)`` with hidden[1, T, H]. Other arguments, which layers
     share, stay on the device. The hidden state of frozen embeddings is a leaf, which autograd itself holds: that one
-    is not freed.
+    is not freed. `options` are further arguments of `torch.utils.checkpoint`.
 
     All copies run on one stream of their own, so each begins when those before it have ended. PyTorch's allocator keeps
     page-locked memory for the next step, and hands it out when the copies from it have ended.
     """
 
-    def __init__(self, streams: Any = None) -> None:
+    def __init__(self, streams: Any = None, **options: Any) -> None:
         """Take streams as of torch.cuda; those of torch.cpu do nothing."""
+        self._options = options
         self._streams = streams or (torch.cuda if torch.cuda.is_available() else torch.cpu)
         self._copies = self._streams.Stream()
         self._waiting: list[weakref.ref[_HiddenState]] = []  # waiting for their backward, in forward order
@@ -132,7 +135,9 @@ class HostCheckpoints:
         state = _HiddenState(hidden, host)
         event = self._copy(host, hidden.detach())
         # torch restores the random states of the arguments' devices when it recomputes; an empty tensor names ours.
-        output = checkpoint(partial(self._run, layer, state), hidden.new_empty(0), *others, use_reentrant=False)
+        output = checkpoint(
+            partial(self._run, layer, state), hidden.new_empty(0), *others, use_reentrant=False, **self._options
+        )
         self._wait(event)  # from here on, computation may reuse the hidden state's memory
         state.on_device = None
         self._waiting.append(weakref.ref(state))

@@ -66,17 +66,14 @@ class AdamW8bit(torch.optim.Optimizer):
                 if block:
                     blocks = slice(start // block, (start + size) // block)
                     codes, scales = local[f"{name}_codes"][numbers], local[f"{name}_scales"][blocks]
-                    moment = self._widened(codes, scales, has_sign).lerp(value, 1 - beta)
+                    levels = self._table(_levels, has_sign, codes.device)[codes.int()].view(len(scales), -1)
+                    moment = (levels * scales.unsqueeze(1)).view(-1).lerp(value, 1 - beta)
                     self._narrow(moment, codes, scales, has_sign)
                 else:
                     moment = local[name][numbers].float().lerp(value, 1 - beta)
                     local[name][numbers] = moment
                 moments.append(moment)
             _change(weights[numbers], moments, group, state["step"])
-
-    def _widened(self, codes: torch.Tensor, scales: torch.Tensor, has_sign: bool) -> torch.Tensor:
-        levels = self._table(_levels, has_sign, codes.device)
-        return (levels[codes.int()].view(len(scales), -1) * scales.unsqueeze(1)).view(-1)
 
     def _narrow(self, moment: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, has_sign: bool) -> None:
         """Write a moment as codes and scales."""
@@ -93,7 +90,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def block_size(shape: torch.Size) -> int:
-    """Return the numbers of a block of a parameter's moments; 0 for moments that are no codes.
+    """Return the numbers of a block of a parameter's moments; 0 for moments that are not codes.
 
     It is the greatest divisor of a row from 64 to 256.
     """

@@ -49,7 +49,8 @@ def _holders(gradient: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
         return ()
     mesh, placements = gradient.device_mesh, gradient.placements
     assert not any(placement.is_partial() for placement in placements), "FSDP2 has reduced its gradients"
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+    # Of experts over ranks, one placement is torch's _StridedShard, which denies to be a shard.
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def _blocks(gradient: torch.Tensor) -> Iterator[torch.Tensor]:

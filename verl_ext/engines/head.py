@@ -50,10 +50,12 @@ class TargetRows:
     most: int
 
     @classmethod
-    def from_mask(cls, is_target: torch.Tensor, shards: SequenceShards) -> "TargetRows":
-        """Read the targets from bool[T] on the host, padding included."""
+    def from_rows(cls, rows: torch.Tensor, tokens: int, shards: SequenceShards) -> "TargetRows":
+        """Read the rows of targets on the host, some maybe twice, among T = `tokens`, padding included."""
+        is_target = torch.zeros(tokens, dtype=torch.bool)
+        is_target[rows] = True
         by_rank = shards.by_rank(is_target).nonzero().flatten()
-        rank, ranks, length = shards.rank, shards.ranks, len(is_target) // shards.ranks
+        rank, ranks, length = shards.rank, shards.ranks, tokens // shards.ranks
         most = max(-(-len(by_rank) // ranks), 1)  # a gather of nothing has no backward
         # The edges of ranks among the targets: by the slices that hold them, and evenly.
         slices = np.searchsorted(by_rank.numpy(), np.arange(ranks + 1) * length)
@@ -64,7 +66,7 @@ class TargetRows:
             return np.maximum(last - first, 0).tolist()
 
         local = by_rank[slices[rank] : slices[rank + 1]] - rank * length
-        positions = shards.by_rank(torch.arange(len(is_target)))[by_rank]
+        positions = shards.by_rank(torch.arange(tokens))[by_rank]
         part = slice(*even[rank : rank + 2].tolist())
         return cls(positions, local, part, overlaps(slices, even), overlaps(even, slices), most)
 

@@ -22,15 +22,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.engines.adam8bit import AdamW8bit
-from verl_ext.engines.muon import MATRICES, MuonAdamW, layer_matrices
+from verl_ext.engines.muon import MATRICES, PARTS, MuonAdamW, fused_parts, layer_matrices
 from verl_ext.engines.tiles import is_norm
 from verl_ext.layers.towers import is_named, name_hint
-from verl_ext.options import first_line, refuse
+from verl_ext.options import first_line, refuse, spell
 from verl_ext.text.workers import available_cpus
 
 FUSED, FOREACH, LOOP = "fused", "foreach", "loop"
 _OPTIONS = {FUSED: {"fused": True}, FOREACH: {"foreach": True}, LOOP: {"foreach": False, "fused": False}}
-_ADAMS = ("Adam", "AdamW", "Muon")  # Muon leaves what is no matrix to AdamW
+_ADAMS = ("Adam", "AdamW", "Muon")  # Muon leaves what is not a matrix to AdamW
 OWN: dict[str, Any] = {"Muon": MuonAdamW, "AdamW8bit": AdamW8bit}  # beside those of torch.optim, or in their place
 
 
@@ -67,30 +67,46 @@ def with_implementation(config: Any, device: str, offloads: bool, half: bool) ->
 
 
 def parameter_groups(module: nn.Module, optim: Any) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Return a model's parameters, in groups if `optim.decay`, `optim.lr_of` or Muon asks.
+    """Return a model's parameters, in groups if `optim.decay`, `optim.lr_of` or Muon asks; no packed ones.
 
     The first group has the rate `optim.lr` if any has. optim: verl's configuration of the optimizer.
     """
     decay, rates = getattr(optim, "decay", "all"), getattr(optim, "lr_of", {})  # verl's own config has neither
     is_muon = own_optimizer(optim) is MuonAdamW
     if decay == "all" and not rates and not is_muon:
-        return list(module.parameters())
+        return [parameter for parameter in module.parameters() if parameter.is_floating_point()]
     refuse([*rate_problems(module, rates)])  # checked before weights are read, but not in remote code
-    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, bool, bool, tuple], list[nn.Parameter]] = {}
     of_norms = {parameter for part in module.modules() if is_norm(part) for parameter in part.parameters()}
     of_muon = set(layer_matrices(module, of_norms)) if is_muon else set()
-    for name, parameter in module.named_parameters():
-        is_matrix = parameter.ndim >= 2 and not name.endswith("bias") and parameter not in of_norms
-        named = [pattern for pattern in rates if is_named(name, pattern)]
-        # The longest glob, so that a resume, which compares a mapping, need not ask for an order.
-        factor = rates[max(named, key=lambda pattern: (len(pattern), pattern))] if named else 1.0
-        decays = decay == "all" or is_matrix
-        groups.setdefault((factor, decays, parameter in of_muon), []).append(parameter)
+    parts = fused_parts(module) if is_muon and getattr(optim, "split_fused", False) else {}
+    for parameter, names in _named(module).items():
+        if not parameter.is_floating_point():  # fused optimizers refuse it
+            continue
+        is_matrix = parameter.ndim >= 2 and not names[0].endswith("bias") and parameter not in of_norms
+        decays, of_parameter = decay == "all" or is_matrix, parts.get(parameter, ())
+        key = _factor(names, rates), decays, parameter in of_muon, of_parameter if parameter in of_muon else ()
+        groups.setdefault(key, []).append(parameter)
     return [
         {"params": groups[key], "lr": optim.lr * key[0], "weight_decay": optim.weight_decay * key[1]}
-        | ({MATRICES: key[2]} if is_muon else {})
+        | ({MATRICES: key[2], PARTS: key[3]} if is_muon else {})
         for key in sorted(groups, key=lambda key: (key[0] != 1.0, *key))
     ]
+
+
+def _named(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of each parameter; tied weights have several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _factor(names: Iterable[str], rates: Mapping[str, float]) -> float:
+    """Return the factor of `optim.lr_of` for a parameter of these names."""
+    named = [pattern for pattern in rates if any(is_named(name, pattern) for name in names)]
+    # The longest glob, so that a resume, which compares a mapping, need not ask for an order.
+    return rates[max(named, key=lambda pattern: (len(pattern), pattern))] if named else 1.0
 
 
 def own_optimizer(optim: Any) -> Any:
@@ -110,12 +126,18 @@ def built_optimizer(parameters: Sequence[Any], optim: Any) -> torch.optim.Optimi
     return kind(groups, **{**options, **(optim.override_optimizer_config or {})})
 
 
-def rate_problems(module: nn.Module, rates: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each glob of `optim.lr_of` that names nothing trained."""
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+def rate_problems(module: nn.Module, rates: Mapping[str, float]) -> Iterator[str]:
+    """Yield a line for each glob of `optim.lr_of` that names nothing trained, and for two rates of one weight."""
+    trained = [names for parameter, names in _named(module).items() if parameter.requires_grad]
+    every = [name for names in trained for name in names]
     for pattern in rates:
-        if not any(is_named(name, pattern) for name in names):
-            yield f"optim.lr_of must name parameters that are trained; got {pattern}{name_hint(pattern, names)}"
+        if not any(is_named(name, pattern) for name in every):
+            yield f"optim.lr_of must name parameters that are trained; got {pattern}{name_hint(pattern, every)}"
+    for names in trained:
+        asked = [name for name in names if any(is_named(name, pattern) for pattern in rates)]
+        if len({_factor([name], rates) for name in asked}) > 1:
+            must = f"optim.lr_of must give {' and '.join(asked)}, which are one tied weight, one factor"
+            yield f"{must}; got {spell(dict(rates))}"
 
 
 def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> str | None:

@@ -6,10 +6,11 @@ Legend: T tokens of a micro-batch with padding, n the sequence-parallel size, V 
 """
 
 import copy
+import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,19 +23,21 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import gather_outputs_and_unpad
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp import transformer_impl
 
 from verl_ext.attention.packed import require_layout
 from verl_ext.attention.rope import choose_rope_by_document, restore_rope_precision
+from verl_ext.engines import upstream
 from verl_ext.engines.head import FusedHead, HeadInputs, TargetRows, cheapest_head
-from verl_ext.engines.lora import given_settings, separate_tied_rows
+from verl_ext.engines.lora import as_written, given_settings, modules_to_save, separate_tied_rows
 from verl_ext.engines.new_rows import trained_rows
+from verl_ext.engines.nf4 import hand_over_adapters, whole_shapes
+from verl_ext.engines.nf4_reading import quantize_rest, quantized_while_read
 from verl_ext.engines.router import RouterLoss, RoutingSums, asks_for_router_loss
 from verl_ext.engines.step import StepEngine, on_device, wants_token_stats
 from verl_ext.layers import UNAWARE, RunningPack, attach, install, torch_forms
 from verl_ext.layers.experts import choose_experts
 from verl_ext.layers.towers import freeze, model_class, text_alone, text_parts
-from verl_ext.losses import BLOCK_BYTES, HEADS, TOKEN_STATS, Coefficients, nll_and_stats
+from verl_ext.losses import BLOCK_BYTES, HEADS, TOKEN_STATS, Coefficients, nll_and_stats, row_coefficients
 from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
 from verl_ext.parallel.shards import SequenceShards, document_layout, pinned
 from verl_ext.parallel.trees import TreeLayout, tree_layout
@@ -85,17 +88,15 @@ class PackedEngine(StepEngine):
 
     def _build_module(self) -> torch.nn.Module:
         """Build verl's module with fp32 rotary frequencies by document, partly frozen."""
-        # Upstream: apply_monkey_patch of verl 0.9.1 refuses numbers of heads that this engine pads. It replaces the
-        # forward of vision models with one that ignores logits_to_keep and runs a dummy image in every step; through
-        # its zero gradients, weight decay changes the tower. To go when verl leaves the patches to the engine.
-        verls: Any = transformer_impl
-        patch, verls.apply_monkey_patch = verls.apply_monkey_patch, _patch_fused_kernels
-        try:
-            with torch_forms(model_class(self.model_config.hf_config), UNAWARE):
-                module: Any = super()._build_module()
-        finally:
-            verls.apply_monkey_patch = patch
+        with (
+            upstream.patched({upstream.MONKEY_PATCH: _patch_fused_kernels}),
+            torch_forms(model_class(self.model_config.hf_config), UNAWARE),
+            self._quantized_while_read(),
+        ):
+            module: Any = super()._build_module()
         choose_experts(module, getattr(self.model_config, "experts", "auto"))  # verl's own config has none
+        if self._nf4 is not None:
+            quantize_rest(module, **self._nf4)
         for part in text_parts(module):
             restore_rope_precision(part)
         choose_rope_by_document(module, self.shards)
@@ -106,20 +107,45 @@ class PackedEngine(StepEngine):
             freeze(module, getattr(self.model_config, "freeze", ()))  # verl's own config has none
         return module
 
+    @property
+    def _nf4(self) -> dict[str, Any] | None:
+        """The options of a base in NF4; None for another."""
+        model: Any = self.model_config
+        if getattr(model, "quantization", None) is None:  # verl's own config has none
+            return None
+        return {"nested": model.quantization_nested, "whole": modules_to_save(model)}
+
+    def _quantized_while_read(self) -> AbstractContextManager[None]:
+        """Quantize the weights that verl reads; all ranks of tied ends keep them, else the first of each shard."""
+        if self._nf4 is None:
+            return nullcontext()
+        hf_config, coordinate = self.model_config.hf_config, self.device_mesh.get_coordinate()
+        is_empty = not hf_config.tie_word_embeddings and coordinate is not None and coordinate[-1] != 0
+        return quantized_while_read(hf_config, **self._nf4, is_empty=is_empty)
+
     def _build_lora_module(self, module: Any) -> Any:
         """Add verl's adapters to the text model alone, with the LoraOptions."""
-        # Upstream: verl 0.9.1 gives PEFT rank, alpha and targets alone. To go when it gives the rest.
-        verls, config, lora = cast(Any, transformer_impl), self.model_config, transformer_impl.LoraConfig
+        config = self.model_config
         self.model_config = copy.copy(config)
         vars(self.model_config)["exclude_modules"] = text_alone(module, config.exclude_modules)
-        given = given_settings(config)
-        given |= trained_rows(module, getattr(config, "new_pieces", {}), given.get("modules_to_save", ()))
-        verls.LoraConfig = partial(lora, **given)
+        settings = given_settings(config)
+        settings |= trained_rows(module, getattr(config, "new_pieces", {}), settings.get("modules_to_save", ()))
+        lora_config = upstream.LORA_CONFIG.original
+
+        def complete(**of_verl: Any) -> Any:
+            return as_written(module, lora_config(**of_verl, **settings))
+
         try:
-            adapted = super()._build_lora_module(module)
+            with upstream.patched({upstream.LORA_CONFIG: complete}), whole_shapes(module):
+                adapted = super()._build_lora_module(module)
         finally:
-            self.model_config, verls.LoraConfig = config, lora
+            self.model_config = config
+        hand_over_adapters(adapted)
         separate_tied_rows(adapted)
+        # Exported adapters name their base, also for a reader in another working directory.
+        for lora in adapted.peft_config.values():
+            if os.path.isdir(lora.base_model_name_or_path or ""):
+                lora.base_model_name_or_path = os.path.abspath(lora.base_model_name_or_path)
         return adapted
 
     def initialize(self) -> None:
@@ -179,7 +205,8 @@ class PackedEngine(StepEngine):
         for those while groups share packs.
         """
         # Read documents and targets on the host, so that it never waits for the device.
-        read_layout = tree_layout if "target_rows" in micro_batch else document_layout
+        shares = tu.get_non_tensor_data(micro_batch, "shares_prefixes", default=False)
+        read_layout = tree_layout if shares else document_layout
         layout = read_layout(micro_batch["position_ids"].values().cpu(), device)
         if self._groups and isinstance(layout, TreeLayout):
             raise ValueError(f"data.share_prefixes must be false with {self.shards.context} context-parallel groups")
@@ -233,9 +260,10 @@ class PackedEngine(StepEngine):
 
     def _coefficients(self, micro_batch: TensorDict, of_rank: torch.Tensor) -> Coefficients:
         """Return the coefficients of the targets that this rank's head computes, or a function of their losses."""
-        if (function := tu.get_non_tensor_data(micro_batch, "coefficients_of", default=None)) is None:
-            return micro_batch["loss_coefficients"].values()[of_rank]
         tokens = len(micro_batch["input_ids"].values())
+        if (function := tu.get_non_tensor_data(micro_batch, "coefficients_of", default=None)) is None:
+            rows, of_targets = (micro_batch[name].values() for name in ("target_row", "target_coefficient"))
+            return row_coefficients(rows, of_targets, tokens)[of_rank]
 
         def coefficients(nll: torch.Tensor) -> torch.Tensor:
             whole = nll.new_zeros(tokens).index_put((of_rank,), nll)
@@ -250,13 +278,12 @@ class PackedEngine(StepEngine):
     def _target_rows(self, micro_batch: TensorDict) -> TargetRows | None:
         """Read the targets on the host; None for a plain head.
 
-        Outputs of verl's own code, and batches without categories, give None too.
+        Outputs of verl's own code give None too.
         """
-        if "category_index" not in micro_batch or self._head_form(micro_batch) == "plain" or _needs_verl(micro_batch):
+        if self._head_form(micro_batch) == "plain" or _needs_verl(micro_batch):
             return None
-        is_target = micro_batch["category_index"].values().cpu() >= 0
-        padded = torch.nn.functional.pad(is_target, (0, self._pad_size(len(is_target))))
-        return TargetRows.from_mask(padded, self.shards)
+        rows, tokens = micro_batch["target_row"].values().cpu(), len(micro_batch["input_ids"].values())
+        return TargetRows.from_rows(rows, tokens + self._pad_size(tokens), self.shards)
 
     def _head_form(self, micro_batch: TensorDict) -> str:
         """Return the batch's form of head, or the model's next best."""

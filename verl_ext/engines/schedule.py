@@ -39,6 +39,13 @@ class OptimOptions(Options):
 
     prefix: ClassVar[str] = "optim"
 
+    lr: float | None = option(
+        None,
+        "learning rate, without a default here (verl's is 0.001); usual: 1e-5 to 5e-5 for all weights, 1e-4 to 2e-4 "
+        "for adapters, 5e-7 to 5e-6 with preferences",
+        above=0,
+        resume="same",
+    )
     decay: str = option(
         "all",
         "parameters that optim.weight_decay shrinks: all: every one, as in verl; matrices: those of two dimensions or "
@@ -50,6 +57,12 @@ class OptimOptions(Options):
         {},
         "factor of optim.lr by a glob of modules or parameters, by names or ends of names ({embed_tokens: 0.1, "
         "lora_B: 16}); the longest glob that names a parameter counts",
+        resume="same",
+    )
+    split_fused: bool = option(
+        False,
+        "with optimizer=Muon: true: each part of a fused projection (qkv_proj, gate_up_proj, also of experts, "
+        "in_proj_qkv) becomes orthogonal alone, as if it were a matrix of its own",
         resume="same",
     )
     lr_scheduler_type: str = option("constant", "schedule after the warm-up", choices=SCHEDULES, resume="same")
@@ -69,7 +82,7 @@ class OptimOptions(Options):
     )
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each rate that is none."""
+        """Yield a line for each rate that is not a valid one."""
         for pattern, factor in self.lr_of.items():
             is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
             if not isinstance(pattern, str):
@@ -82,8 +95,9 @@ class OptimOptions(Options):
 class StepOptimizerConfig(FSDPOptimizerConfig, OptimOptions):
     """verl's configuration of the optimizer with our keys."""
 
+    lr: Any = None  # as in our keys; verl has a default
+
     def __post_init__(self) -> None:
-        # Upstream: verl 0.9.1 asserts that the type is one of its own two. To go when it leaves that to the engine.
         if self.lr_scheduler_type in OF_VERL:
             super().__post_init__()
         else:
@@ -92,6 +106,8 @@ class StepOptimizerConfig(FSDPOptimizerConfig, OptimOptions):
 
 def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[str]:
     """Yield a line for unread options, or ones `total_steps` exclude."""
+    if getattr(optim, "split_fused", False) and optim.optimizer != "Muon":  # verl's own config lacks it
+        yield f"optim.split_fused needs optim.optimizer=Muon; got true with {optim.optimizer}"
     kind, cycles, steps = optim.lr_scheduler_type, optim.num_cycles, optim.lr_wsd_decay_steps
     if kind == "cosine_with_restarts" and (cycles < 1 or cycles != int(cycles)):
         yield f"optim.num_cycles must be a whole number from 1 with optim.lr_scheduler_type={kind}; got {spell(cycles)}"

@@ -1,8 +1,8 @@
 """verl's FSDP engine for the loop: micro-batches in, gradients out.
 
 A subclass of ``FSDPEngineWithLMHead``. Everything that is not here (sharding, offload, LoRA, clipping, the schedule of
-the learning rate) is verl's. Its subclasses decide what a forward reads and returns. At each workaround for verl, a
-comment that begins with "Upstream:" says what verl does, in which version, and when the workaround can go.
+the learning rate) is verl's. Its subclasses decide what a forward reads and returns. What is changed in verl's own code
+stands in :mod:`verl_ext.engines.upstream`, with the reason and when it can go.
 """
 
 import warnings
@@ -19,28 +19,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
-from verl.utils import fsdp_utils
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import FSDPEngineConfig, HFModelConfig
-from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import detach_tree
 
 from verl_ext.answers.generation import Sampling, generate
+from verl_ext.engines import upstream
 from verl_ext.engines.activations import ActivationOptions, apply_activation_options
 from verl_ext.engines.clipping import clip_gradients
 from verl_ext.engines.new_rows import add_rows, add_to_config
 from verl_ext.engines.optimizer import built_optimizer, parameter_groups, take_threads, with_implementation
 from verl_ext.engines.router import RouterLoss
 from verl_ext.engines.schedule import rate_factor
-from verl_ext.engines.sharding import keep_decays_precise, sharded_apart
+from verl_ext.engines.sharding import (
+    cast_frozen,
+    keep_decays_precise,
+    prefetch_experts,
+    shard_experts,
+    sharded_apart,
+)
 from verl_ext.flops import train_flops
 from verl_ext.layers import mixers_of
-from verl_ext.layers.towers import auto_class
 from verl_ext.packing import CostModel
+from verl_ext.parallel.experts import KeptRouting, expert_mesh
 from verl_ext.parallel.shards import pinned
 
 _STEADY_STEPS = 400  # the scale doubles after so many; verl's own number
@@ -51,16 +55,18 @@ class StepEngineConfig(FSDPEngineConfig):
     """verl's configuration, whose ``ulysses_sequence_parallel_size`` counts all ranks that share a pack.
 
     verl's meshes read it in this sense. context_parallel_size is the number of groups that these ranks form,
-    `parallel.context_parallel_size`.
+    `parallel.context_parallel_size`; expert_parallel is the number of ranks that share each layer's experts.
     """
 
     context_parallel_size: int = 1
+    expert_parallel: int = 1
 
 
 class StepEngine(FSDPEngineWithLMHead):
     """An engine that runs the micro-batches of a step."""
 
     context_device_mesh: DeviceMesh | None = None  # of the groups that share packs, if there are several
+    expert_device_mesh: DeviceMesh | None = None  # of the ranks that share experts, if any do
     tells_greedy: ClassVar[bool] = False  # True if its outputs have `is_greedy`
     scaler: Any  # a ShardedGradScaler in fp16, else None
     router_loss: RouterLoss | None = None
@@ -69,24 +75,25 @@ class StepEngine(FSDPEngineWithLMHead):
 
     def __init__(self, model_config: HFModelConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(model_config, *args, **kwargs)
-        # Upstream: verl 0.9.1 copies every override onto the config as a plain attribute. An export would write this
-        # one, which plain transformers refuses; transformers keeps the implementation elsewhere. To go when verl passes
-        # attn_implementation to from_pretrained alone.
-        vars(self.model_config.hf_config).pop("attn_implementation", None)
-        _adapt_config(self.model_config.hf_config)
+        upstream.adapt_config(self.model_config)
 
     @classmethod
     def idle_tokens(cls, max_tokens: int) -> int:
         """Return the tokens that a rank without a pack runs."""
         return 1
 
+    def _init_device_mesh(self) -> None:
+        """Make verl's meshes, and one for ranks that share experts."""
+        super()._init_device_mesh()
+        ranks = getattr(self.engine_config, "expert_parallel", 1)  # verl's own config has none
+        if ranks > 1:
+            self.expert_device_mesh = expert_mesh(self.device_mesh, ranks)
+
     def initialize(self) -> None:
         """Build verl's model, optimizer and schedule, and in fp16 a scaler.
 
         The scale starts at 2^16 and halves with every step that is skipped for an infinite gradient on any rank.
         """
-        # Upstream: the scaler of verl 0.9.1 is CUDA's, which warns and does nothing on other devices. To go when verl
-        # names the device.
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but")
             super().initialize()
@@ -97,54 +104,47 @@ class StepEngine(FSDPEngineWithLMHead):
             )
 
     def _build_module(self) -> torch.nn.Module:
-        """Build verl's module with new tokens, activation options and the checkpoint's padding token."""
-        # Upstream: verl 0.9.1 gives the config the tokenizer's pad_token_id before it builds the module. Embeddings
-        # give that token no gradient, though documents may end with it, and RoBERTa-like models count places from it.
-        # To go when verl sets it for generation alone.
-        model, config = self.model_config, self.model_config.hf_config
-        padding, overrides = getattr(config, "pad_token_id", None), model.override_config
-        if "pad_token_id" not in overrides.get("model_config", overrides):
-            assert model.local_hf_config_path is not None, "verl has read the config"
-            source = AutoConfig.from_pretrained(model.local_hf_config_path, trust_remote_code=model.trust_remote_code)
-            config.pad_token_id = getattr(source, "pad_token_id", None)
-        module: Any = super()._build_module()
-        config.pad_token_id = module.config.pad_token_id = padding
+        """Build verl's module with new tokens and activation options."""
+        model, module = self.model_config, cast(Any, super()._build_module())
         if pieces := getattr(model, "new_pieces", {}):  # verl's own config has none
             add_rows(module, pieces)
-            add_to_config(config, pieces)
-        apply_activation_options(module, ActivationOptions.read(vars(self.model_config)))
+            add_to_config(model.hf_config, pieces)
+        kept = {} if self.expert_device_mesh is None else {"context_fn": KeptRouting.contexts}
+        if kept and model.enable_gradient_checkpointing:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **kept})
+        apply_activation_options(module, ActivationOptions.read(vars(self.model_config)), **kept)
         return module
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        """Wrap as verl does, without its patch of FSDP2; count FLOPs."""
-        # Upstream: verl 0.9.1 wraps modules whose class derives from ABC by assigning __class__ (`fully_shard_module`).
-        # Python rejects that for PEFT's layers, so a head with adapters could not be wrapped. FSDP2 itself takes such
-        # classes; to go when verl calls fully_shard for them.
-        # It also casts all of a layer's parameters alike; to go when it takes a precision by parameter. And it shards
-        # PEFT's wrappers of embeddings (modules_to_save, trainable tokens) and then the embeddings in them.
-        verls, impl, apply = cast(Any, fsdp_utils), cast(Any, transformer_impl), transformer_impl.apply_fsdp2
+        """Shard the module as verl does, with our patches, and count the FLOPs of a step."""
 
-        def apply_fsdp2(module: Any, fsdp_kwargs: dict[str, Any], config: Any) -> None:
+        def shard(module: Any, fsdp_kwargs: dict[str, Any], config: Any) -> None:
             keep_decays_precise(module, fsdp_kwargs)
-            apply(module, fsdp_kwargs, config)
-
-        select = verls._select_fsdp2_wrap_targets
+            if self.expert_device_mesh is not None:
+                shard_experts(module, self.expert_device_mesh, fsdp_kwargs)
+            apply_fsdp2(module, fsdp_kwargs, config)
+            if self.expert_device_mesh is not None:
+                prefetch_experts(module)
 
         def outermost(module: Any, names: Any) -> list[Any]:
-            chosen = select(module, names)
-            inner = {part for outer in chosen for part in outer.modules() if part is not outer}
-            return [part for part in chosen if part not in inner]
+            targets = wrap_targets(module, names)
+            inner = {part for outer in targets for part in outer.modules() if part is not outer}
+            return [part for part in targets if part not in inner and not hasattr(part, "expert_share")]
 
-        before, verls.fully_shard_module, impl.apply_fsdp2 = verls.fully_shard_module, None, apply_fsdp2
-        verls._select_fsdp2_wrap_targets = outermost
+        self._cast_frozen(module)
+        apply_fsdp2, wrap_targets = upstream.APPLY_FSDP2.original, upstream.WRAP_TARGETS.original
         module._no_split_modules = sharded_apart(module)
         states = sum(mixer.state_flops(layer) for layer, mixer in mixers_of(module))
         self.train_flops = train_flops(module, self.model_config.hf_config, states)
-        try:
+        changes = {upstream.APPLY_FSDP2: shard, upstream.WRAP_TARGETS: outermost, upstream.SHARD_MODULE: None}
+        with upstream.patched(changes):
             return super()._build_fsdp_module(module)
-        finally:
-            verls.fully_shard_module, impl.apply_fsdp2 = before, apply
-            verls._select_fsdp2_wrap_targets = select
+
+    def _cast_frozen(self, module: Any) -> None:
+        """Store what is not trained as `model.frozen_dtype` asks."""
+        if getattr(self.model_config, "frozen_dtype", "fp32") == "compute":  # verl's own config has none
+            precision: Any = self.engine_config.mixed_precision or {}
+            cast_frozen(module, PrecisionType.to_dtype(precision.get("param_dtype", "bf16")))
 
     def _build_optimizer(self, module: Any) -> Any:
         """Build verl's optimizer over the groups of parameters, in the implementation for this device and torch."""
@@ -157,7 +157,6 @@ class StepEngine(FSDPEngineWithLMHead):
 
     def _build_lr_scheduler(self, optimizer: Any) -> Any:
         """Build verl's cosine, or a schedule of ours by the same options."""
-        # Upstream: the constant schedule of verl 0.9.1 ignores zero_indexed_step. To go when it reads it.
         config: Any = self.optimizer_config
         if config.lr_scheduler_type == "cosine":
             return super()._build_lr_scheduler(optimizer)
@@ -187,8 +186,6 @@ class StepEngine(FSDPEngineWithLMHead):
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Run a forward, and return the loss and verl's dictionary of outputs."""
-        # Upstream: verl 0.9.1 waits for the device here, for lengths that lie on it and for ``loss.item()``. To go when
-        # its forward_step returns tensors.
         device: Any = get_device_id()  # an index on accelerators, "cpu" on ours
         model_inputs, output_args, micro_batch = self.prepare_micro_batch(micro_batch, device)
         with self._autocast():
@@ -207,14 +204,9 @@ class StepEngine(FSDPEngineWithLMHead):
         """Take verl's step, after a checkpoint's copies to the host."""
         if self.host_copies is not None:
             self.host_copies.hold_device()
-        # Upstream: verl 0.9.1 sums squares of gradients in their own type, so that the norm depends on the number of
-        # ranks. To go when it sums in fp64.
-        impl = cast(Any, transformer_impl)
-        clip, impl.fsdp2_clip_grad_norm_ = impl.fsdp2_clip_grad_norm_, partial(clip_gradients, device=get_device_id())
-        try:
+        clip = partial(clip_gradients, device=get_device_id())
+        with upstream.patched({upstream.CLIP_GRADIENTS: clip}):
             return super().optimizer_step()
-        finally:
-            impl.fsdp2_clip_grad_norm_ = clip
 
     def generate_answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         """Continue prompts as a collective; ranks may have different prompts."""
@@ -243,10 +235,6 @@ class StepEngine(FSDPEngineWithLMHead):
             on_device: Any = tensor.to(get_device_id())
             full = on_device.full_tensor()
         return full.detach().to("cpu", copy=True) if dist.get_rank() == 0 else full.new_empty(0)
-
-    def memory_state_dict(self) -> dict[str, torch.Tensor]:
-        """Gather a memory's parameters in rank 0's host memory; collective."""
-        return {}
 
     def _autocast(self) -> Any:
         if self._autocast_dtype == torch.float32:
@@ -279,16 +267,3 @@ def on_device(micro_batch: TensorDict, device: Any) -> TensorDict:
 def wants_token_stats(micro_batch: TensorDict) -> bool:
     """Tell whether a batch asks for TOKEN_STATS beside losses."""
     return tu.get_non_tensor_data(micro_batch, "token_stats", default=False)
-
-
-def _adapt_config(config: Any) -> None:
-    """Give configs the fields that verl expects, where they lack them."""
-    # Upstream: verl 0.9.1 reads tie_word_embeddings from every config, and recognises a causal model by "ForCausalLM"
-    # in its architecture, which GPT2LMHeadModel lacks. An export writes the class's own name again. To go when verl
-    # asks transformers' mapping of causal models.
-    if not hasattr(config, "tie_word_embeddings"):
-        config.tie_word_embeddings = False  # as transformers reads it
-    architecture = (config.architectures or [""])[0]
-    is_causal = auto_class(config) is AutoModelForCausalLM
-    if is_causal and "ForCausalLM" not in architecture and CAUSAL_MODELS.get(config.model_type) == architecture:
-        config.architectures = [f"{config.model_type.upper()}ForCausalLM"]

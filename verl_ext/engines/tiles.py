@@ -58,7 +58,7 @@ class TiledModule:
 
 
 class TiledLayer:
-    """A decoder layer's forward over tiles, but for its attention.
+    """A decoder layer's forward over tiles, except its attention.
 
     1. Run the layer on each tile up to its attention, which raises :class:`_AttentionReached`.
     2. Attend once, over all tokens.

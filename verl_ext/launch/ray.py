@@ -24,18 +24,8 @@ PORT = 6379  # of Ray's head
 _RUN = ("python", "-m", "verl_ext.fsdp_sft_trainer_ray")
 _START = ("ray", "start", "--block", "--disable-usage-stats")
 _USAGE = """\
-usage: verl-ext launch-ray node [key=value …]
-       verl-ext launch-ray submit key=value …
-
-node: the variables of `verl-ext launch`, with 6379 as MASTER_PORT. Node 0 starts Ray's head and, with overrides, the
-run, whose exit code is that of the command; the cluster ends with it. The other nodes join the head, for as long as it
-lives. RAY_AUTH_MODE must be set, the same on every node: token (Ray's; each node needs the token) or disabled.
-
-submit: the cluster is the one at RAY_ADDRESS. NNODES, NPROC_PER_NODE and MAX_RESTARTS become overrides where they are
-set. RUNTIME_ENV, a JSON text, and WORKING_DIR, a folder, go to `ray job submit`: variables of the ranks, files that Ray
-copies to every node.
-
-DRY_RUN=1 prints the lines and starts nothing. Every other argument is an override of the trainer, as it is."""
+usage: verl-ext launch-ray node [key=value …]      the same as verl-ext launch backend=ray
+       verl-ext launch-ray submit key=value …      the same as verl-ext launch backend=ray_job"""
 
 
 def main(words: Sequence[str]) -> int:

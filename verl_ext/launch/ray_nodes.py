@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
@@ -26,10 +25,8 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util import get_node_ip_address, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_ext.launch.run import SIGNALS
-from verl_ext.launch.torchrun import STOPPED, TRAINING_FAILED, USER_ERROR
+from verl_ext.launch.protocol import SIGNALS, STOPPED, Ending, Launcher
 
-FINAL = (0, USER_ERROR, STOPPED)  # exit codes after which a run does not restart
 _GRACE = 10.0  # seconds in which the other nodes may report their ends, once one has failed
 _SILENCE = 5.0  # seconds of waiting for nodes before a line about it
 _POLL = 0.5
@@ -63,15 +60,18 @@ class NodeActor:
         node = ray.get_runtime_context().get_node_id()
         return NodePlace(get_node_ip_address().strip("[]"), node, socket.gethostname(), port)
 
-    def launch(self, words: Sequence[str], environment: dict[str, str], folder: str) -> Iterator[tuple[str, Any]]:
+    def launch(
+        self, words: Sequence[str], environment: dict[str, str], folder: str, planned_nodes: int
+    ) -> Iterator[tuple[str, Any]]:
         """Run `verl-ext launch`; yield ("stdout" or "stderr", bytes), then ("code", int)."""
+        ours = Launcher.from_environment().environment(pid=os.getpid(), ray_nodes=planned_nodes)
         # The kernel ends the launch with this thread. Signals wait until the launch has handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         devices = ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
         process = subprocess.Popen(
             [sys.executable, "-m", "verl_ext", "launch", *words],
             cwd=folder if os.path.isdir(folder) else None,
-            env={**os.environ, **environment, "CUDA_VISIBLE_DEVICES": devices, "VERL_EXT_LAUNCHER": str(os.getpid())},
+            env={**os.environ, **environment, **ours, "CUDA_VISIBLE_DEVICES": devices},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -161,20 +161,6 @@ def _cluster() -> str:
     return f"it has {len(alive)} node{'s' * (len(alive) != 1)} ({'; '.join(parts)})"
 
 
-@dataclass(frozen=True)
-class LaunchEnd:
-    """The end of all launches.
-
-    code: of a mistake or a stop, else of the first failed node; TRAINING_FAILED if a node was lost.
-    why: a clause about that node.
-    is_asked: whether the launches were asked to end.
-    """
-
-    code: int
-    why: str = ""
-    is_asked: bool = False
-
-
 class PlacedNodes:
     """Actors, each of which launches `per_node` ranks."""
 
@@ -185,8 +171,11 @@ class PlacedNodes:
         nodes = len(self._nodes)
         return f"with {nodes * self._per_node} ranks on {nodes} node{'s' * (nodes > 1)}"
 
-    def run(self, words: Sequence[str], planned_nodes: int) -> LaunchEnd:
-        """Launch all nodes, print their output, and pass signals on.
+    def run(self, words: Sequence[str], planned_nodes: int) -> Ending:
+        """Launch all nodes, print their output, and pass signals on; return how they ended.
+
+        The code is that of a mistake or a stop, else of the first failed node, or TRAINING_FAILED if a node was lost;
+        the message is a clause about that node.
 
         planned_nodes: the number by which a recipe computes its packs per step, even if there are fewer nodes now.
         """
@@ -202,18 +191,18 @@ class PlacedNodes:
         """Start a stream of events per node, which fails with its actor."""
         first, _ = self._nodes[0]
         topology: dict[str, Any] = {"MASTER_ADDR": first.address, "MASTER_PORT": first.port}
-        topology |= {"NNODES": len(self._nodes), "NPROC_PER_NODE": self._per_node, "VERL_EXT_RAY_NODES": planned_nodes}
+        topology |= {"NNODES": len(self._nodes), "NPROC_PER_NODE": self._per_node}
         streams = {}
         for rank, node in enumerate(self._nodes):
             environment = {name: str(value) for name, value in {**topology, "NODE_RANK": rank}.items()} | _ENVIRONMENT
             launch = node[1].launch.options(num_returns="streaming")
-            streams[launch.remote(words, environment, os.getcwd())] = node
+            streams[launch.remote(words, environment, os.getcwd(), planned_nodes)] = node
         return streams
 
     @staticmethod
-    def _follow(streams: dict[Any, tuple[NodePlace, Any]], signals: list[int]) -> LaunchEnd:
+    def _follow(streams: dict[Any, tuple[NodePlace, Any]], signals: list[int]) -> Ending:
         lost: list[str] = []
-        failed: list[tuple[int, str]] = []
+        failed: list[Ending] = []
         num_sent, deadline = 0, math.inf
         while streams:
             for stream in ray.wait(list(streams), timeout=_POLL)[0]:
@@ -234,9 +223,9 @@ class PlacedNodes:
                     lost.append(f"{node} was lost ({_settled_reason(value, actor)})")
                 elif value:
                     code = 128 - value if value < 0 else value
-                    failed.append((code, f"{node} ended with code {code}"))
+                    failed.append(Ending(f"{node} ended with code {code}", code))
             # The others would wait for a failed node in a collective; first let them say so.
-            if deadline == math.inf and (lost or any(code != STOPPED for code, _ in failed)):
+            if deadline == math.inf and (lost or any(each.code != STOPPED for each in failed)):
                 deadline = time.monotonic() + _GRACE
             # Pass on what came meanwhile; nodes that do not end after another's failure are killed.
             unsent, num_sent = signals[num_sent:], len(signals)
@@ -246,8 +235,9 @@ class PlacedNodes:
                 for _, actor in streams.values():
                     actor.send.remote(number)
         if lost:  # the others may have failed before Ray noticed it
-            return LaunchEnd(TRAINING_FAILED, "; ".join(lost), bool(signals))
-        return LaunchEnd(*min(failed, key=lambda each: each[0] not in FINAL, default=(0, "")), bool(signals))
+            failed = [Ending("; ".join(lost))]
+        end = min(failed, key=lambda each: not each.is_final, default=Ending(code=0))
+        return Ending(end.message, end.code, is_asked=bool(signals))
 
 
 def _settled_reason(error: RayError, actor: Any) -> str:

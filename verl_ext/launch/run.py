@@ -5,17 +5,11 @@
     verl-ext train                    ─►  the same torchrun
 
 A request is a SIGTERM, SIGINT or SIGUSR1 to this process. torchrun would end with an error, so requests go past it
-through a folder, which the ranks read (verl_ext/trainer/signals.py):
-
-    VERL_EXT_REQUESTS/stop         by this process: a line for every signal that it received
-    VERL_EXT_REQUESTS/unfinished   by the ranks: the run was asked to stop and ended before its last step
-    VERL_EXT_REQUESTS/ready        by this process: the folders of data are there, for which the ranks wait
-
+through a folder, which the ranks read (launch/protocol.py, trainer/signals.py): a line in `stop` for every signal.
 Without a rank to read the request, as in preflight or while torchrun waits for other nodes, the child itself ends.
 """
 
 import _thread
-import json
 import os
 import shlex
 import signal
@@ -25,45 +19,34 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import psutil
 
+from verl_ext.launch.protocol import READY, SIGNALS, STOP, STOPPED, UNFINISHED, USER_ERROR, Launcher, is_running
 from verl_ext.launch.topology import Topology
-from verl_ext.launch.torchrun import STOPPED, end_with_launcher, is_running
 from verl_ext.options import UsageError
 
 PROGRAM = ("-m", "verl_ext.fsdp_sft_trainer")
 PORT = 29500
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _TORCHRUN = (sys.executable, "-c", "from verl_ext.launch.torchrun import main; main()")
 # A scheduler may signal torchrun too, which passes the signal on and gives the ranks this many seconds to save.
 _TORCHRUN_VARIABLES = {
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     "PET_SHUTDOWN_TIMEOUT": "3600",
 }
-_USAGE = """\
-usage: verl-ext launch [key=value …]
-
-One node of a training run: torchrun with the topology of the environment (NNODES=4 NODE_RANK=0 MASTER_ADDR=host0 on the
-first of four), and the overrides of the trainer as they are. DRY_RUN=1 prints torchrun's line and starts nothing.
-docs/launching.md lists the variables. After SIGTERM, SIGINT or SIGUSR1 the ranks of all nodes save at the end of their
-step, and the command ends with 75: run it again to resume."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run this node's part of a training run; return the exit code."""
-    if {"-h", "--help"} & set(words):
-        print(_USAGE)
-        return 0
-    end_with_launcher(signal.SIGKILL)  # the actor of this node, on Ray
+    launcher = Launcher.from_environment()
+    launcher.end_with_it(signal.SIGKILL)  # the actor of this node, on Ray
     try:
         topology = Topology.of(os.environ, PORT)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR
     arguments = [*topology.torchrun_options(), *PROGRAM, *words]
     if os.environ.get("DRY_RUN", "0") != "0":
         print(shlex.join(["torchrun", *arguments]))
@@ -72,7 +55,7 @@ def main(words: Sequence[str]) -> int:
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # torchrun's own value, without its warning
         # Recipes may derive the packs per step from it, which a restart on fewer nodes keeps.
-        "NNODES": os.environ.get("VERL_EXT_RAY_NODES", str(topology.nodes)),
+        "NNODES": str(launcher.ray_nodes or topology.nodes),
     }
     if topology.restarts:  # restarted ranks must not find the addresses of earlier ranks, which the shared store keeps
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -93,33 +76,23 @@ def preflight_command(topology: Topology, timeout: str) -> list[str]:
     return [sys.executable, "-m", "verl_ext", "preflight", *words]
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """Folders of data that are not there yet when the ranks start.
-
-    Attributes:
-        keys: the options that name them, such as data.train_dir.
-        categories: the categories of the training data; () if they are not known yet.
-    """
-
-    keys: tuple[str, ...]
-    categories: tuple[str, ...]
-
-
-def run_torchrun(arguments: Sequence[str], work: Callable[[], None], awaited: Awaited | None) -> int:
+def run_torchrun(arguments: Sequence[str], work: Callable[[], None], **told: Any) -> int:
     """Run `work`, then torchrun; return the exit code.
 
     0, the first failed rank's code, or STOPPED after a stop request. With `awaited`, the ranks start before the work,
     which makes these folders. If the work raises, the ranks are killed; if they end during the work, it is interrupted.
+    told: what the ranks are told, by attributes of :class:`Launcher`, `awaited` among them.
     """
-    if awaited is None:
+    if not told.get("awaited"):
         work()
-        return supervise([[*_TORCHRUN, *arguments]], {})
-    return supervise([[*_TORCHRUN, *arguments]], {"VERL_EXT_AWAITED": json.dumps(asdict(awaited))}, work)
+    return supervise([[*_TORCHRUN, *arguments]], {}, work if told.get("awaited") else None, **told)
 
 
 def supervise(
-    commands: Sequence[Sequence[str]], environment: Mapping[str, str], work: Callable[[], None] | None = None
+    commands: Sequence[Sequence[str]],
+    environment: Mapping[str, str],
+    work: Callable[[], None] | None = None,
+    **told: Any,
 ) -> int:
     """Run commands until one fails, and pass on requests to stop.
 
@@ -130,6 +103,7 @@ def supervise(
         environment: variables of the commands in addition to this process's, of which the topology that torchrun
             would read from PET_* is left out, so that only the command says where ranks meet.
         work: work of this process for which the ranks of the last command wait, see :func:`run_torchrun`.
+        told: what the ranks are told besides, by attributes of :class:`Launcher`.
 
     Returns:
         The exit code of the last command that ran, or STOPPED if it was asked to stop before its last step.
@@ -138,7 +112,7 @@ def supervise(
     torchrun = {name: os.environ.get(name, value) for name, value in _TORCHRUN_VARIABLES.items()}
     # Ranks find the requests in the folder, and end once the launcher is gone.
     with tempfile.TemporaryDirectory(prefix="verl-ext-") as folder:
-        ours = {"VERL_EXT_REQUESTS": folder, "VERL_EXT_LAUNCHER": str(os.getpid())}
+        ours = Launcher.from_environment().environment(pid=os.getpid(), folder=folder, **told)
         child = _Child(Path(folder), {**inherited, **torchrun, **environment, **ours})
         *checks, ranks = commands
         # Leave the signals to the caller during the work; only then are they requests to the ranks.
@@ -200,21 +174,21 @@ class _Child:
                         one.kill()
             process.wait()
             raise
-        (self._folder / "ready").touch()
+        (self._folder / READY).touch()
 
     def wait(self) -> int:
         """Wait for the command's end; return its exit code, or STOPPED."""
         assert self._process is not None, "it is started"
         self._end_without_ranks()  # a signal may have come before there was a process
         code = self._process.wait()
-        if (self._folder / "unfinished").exists():
+        if (self._folder / UNFINISHED).exists():
             return STOPPED
         return 128 - code if code < 0 else code
 
     def ask(self, number: int, _: object) -> None:
         """Ask the ranks to save and to end."""
         self._signal = signal.Signals(number).name
-        with suppress(OSError), open(self._folder / "stop", "a") as requests:  # the folder goes when all has ended
+        with suppress(OSError), open(self._folder / STOP, "a") as requests:  # the folder goes when all has ended
             requests.write(f"{self._signal}\n")
         if self._process is not None and not self._end_without_ranks():
             print(f"\n{self._signal}: the ranks are asked to save and to end", file=sys.stderr, flush=True)
@@ -228,6 +202,6 @@ class _Child:
             if psutil.Process(process.pid).children():
                 return False
         print(f"{self._signal}: ended before the first step", file=sys.stderr, flush=True)
-        (self._folder / "unfinished").touch()
+        (self._folder / UNFINISHED).touch()
         process.terminate()
         return True

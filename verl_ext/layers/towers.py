@@ -32,6 +32,12 @@ class FreezeOptions(Options):
         "not reach, such as vision towers, are always frozen",
         resume="same",
     )
+    frozen_dtype: str = option(
+        "compute",
+        "type in memory of parameters that are not trained; compute: that of a forward "
+        "(engine.mixed_precision.param_dtype), in which they are read anyway; fp32: that of the trained ones",
+        choices=("compute", "fp32"),
+    )
 
 
 def auto_class(hf_config: Any) -> Any:
@@ -42,6 +48,13 @@ def auto_class(hf_config: Any) -> Any:
     remote = getattr(hf_config, "auto_map", None) or {}
     of_images = "AutoModelForImageTextToText" in remote if remote else type(hf_config) in _IMAGE_TEXT
     return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+
+
+def without_code(hf_config: Any, trusted: bool) -> Any:
+    """Return a config, in place, whose code may run; without consent it names none, and transformers' class counts."""
+    if not trusted:
+        vars(hf_config).pop("auto_map", None)
+    return hf_config
 
 
 def model_class(hf_config: Any) -> Any:
@@ -113,9 +126,9 @@ def name_hint(pattern: str, names: Iterable[str]) -> str:
 
 
 def freeze(model: Any, patterns: Iterable[str]) -> None:
-    """Freeze everything outside the text, and what `patterns` name.
+    """Freeze everything outside the text, and what `patterns` name; a lone `*` freezes all of a reference.
 
-    Raises ValueError if a pattern names nothing, or if nothing is left to train.
+    Raises ValueError if a pattern names nothing, or if others leave nothing to train.
     """
     patterns = list(patterns)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
@@ -137,5 +150,5 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
         frozen += [name for name, parameter in parameters.items() if id(parameter) not in kept]
     for name in frozen:
         (modules[name] if name in modules else parameters[name]).requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in parameters.values()):
+    if patterns != ["*"] and not any(parameter.requires_grad for parameter in parameters.values()):
         raise ValueError(f"model.freeze must leave a parameter to train; got {patterns}")

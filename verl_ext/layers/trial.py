@@ -1,7 +1,7 @@
 """A trial that an architecture keeps a pack's documents apart.
 
 Two documents go through a small random model of the same class. A token of the first changes: the logits of the second
-must stay equal to the last bit (of a mixture of experts, but for rounding: an expert's product has rows of both), and
+must stay equal to the last bit (of a mixture of experts, except rounding: an expert's product has rows of both), and
 equal those that it has alone, in packed attention as in the model's own. The trial covers all that a model does across
 tokens: attention that is not dispatched, masks without positions, biases that the model's own attention adds, remote
 code, layers of a new release.
@@ -142,7 +142,11 @@ def isolation_problem(model: nn.Module) -> str | None:
         return "another document's tokens change a document's logits"
     if not _agree(together, alone):
         return "a document's logits in a pack differ from those that it has alone"
-    _use_own_attention(model)
+    # Let the model use its own attention from here on; its other layers still compute packs.
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) == PACKED_ATTENTION:
+            config._attn_implementation_internal = "eager"  # type: ignore[union-attr]
     # Packed attention alone reads a module's `position_needs`; without a layout, the module itself computes them.
     has_needs = any(hasattr(module, "position_needs") for module in model.modules())
     if not _agree(alone, _logits(model, ids[first:], (second,), has_layout=not has_needs)):
@@ -170,14 +174,6 @@ def _random_ids(tokens: int) -> torch.Tensor:
 
 def _agree(logits: torch.Tensor, others: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
     return bool((logits - others).abs().max() <= tolerance * others.abs().max())
-
-
-def _use_own_attention(model: nn.Module) -> None:
-    """Let a model use its own attention; other layers compute packs."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) == PACKED_ATTENTION:
-            config._attn_implementation_internal = "eager"  # type: ignore[union-attr]
 
 
 def _logits(model: nn.Module, ids: torch.Tensor, lengths: tuple[int, ...], has_layout: bool = True) -> torch.Tensor:

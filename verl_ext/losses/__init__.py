@@ -11,7 +11,7 @@ from verl_ext.losses.preference import (
 )
 from verl_ext.losses.preference_modes import PREFERENCE_MODES, Sides
 from verl_ext.losses.preference_options import PreferenceOptions, checked_formula
-from verl_ext.losses.preference_units import Units, target_coefficients, target_scales
+from verl_ext.losses.preference_units import Units, row_coefficients, target_coefficients, target_scales
 from verl_ext.losses.preference_values import preference_values
 from verl_ext.losses.reference import ReferenceOptions
 from verl_ext.losses.token_nll import (

@@ -11,7 +11,7 @@
 | `longwriter` | n_docs / (per_pack · N_pack) | packs with a target | a pack's token mean times its documents         |
 
 N counts the target tokens of a document or pack, n_docs the documents of a pack that have a target. A pack without a
-target has no token mean, so it is no term of the mean over packs. With every weight 1, `sequence` is LongAlign's (1/M)
+target has no token mean, so the mean over packs leaves it out. With every weight 1, `sequence` is LongAlign's (1/M)
 Σ_i L_i / N_i (https://arxiv.org/abs/2401.18058) and `longwriter` is LongWriter's weight of pack losses
 (https://arxiv.org/abs/2408.07055).
 

@@ -4,17 +4,16 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
-from typing_extensions import override
 
 from verl_ext.custom import custom_object
 from verl_ext.losses.modes import MODES, Array, LossSpec, Mode, PackCoefficients, category_weight_table
 from verl_ext.losses.preference_modes import PREFERENCE_MODES
-from verl_ext.options import Options, first_line, option, options_of, plain, spell
+from verl_ext.options import Options, first_line, option, options_of, spell
 
 HEADS = ("fused", "targets", "plain")  # from the least memory to the most
 
@@ -25,7 +24,9 @@ class CustomLoss(Options):
 
     prefix: ClassVar[str] = "loss.custom_cls"
 
-    path: str | None = option(None, "Python file, or pkg://module, with your own loss mode; see docs/loss.md")
+    path: str | None = option(
+        None, "Python file, or pkg://module, with your own loss mode: docs/guides/training/own_loss.md"
+    )
     name: str | None = option(None, "its function: (mask, weights, lengths) -> (coefficients, its term of Z)")
 
     def problems(self) -> Iterable[str | None]:
@@ -71,7 +72,7 @@ class CustomLoss(Options):
 
 
 def _call(function: Mode, name: str, mask: Array, weights: Array, lengths: Array) -> PackCoefficients:
-    """Return a user function's result; raise ValueError if it is no loss."""
+    """Return a user function's result; raise ValueError if it is not a loss."""
 
     def refuse(requirement: str, got: object) -> NoReturn:
         listed = ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
@@ -131,14 +132,6 @@ class LossOptions(Options):
             weights = {str(name): float(weight) for name, weight in self.category_weights.items()}
             object.__setattr__(self, "category_weights", weights)
 
-    @classmethod
-    @override
-    def read(cls, values: Mapping[str, Any], **overrides: Any) -> "LossOptions":  # type: ignore[override]
-        """Read the options of the class that declares `mode` among its modes."""
-        mode = plain(values).get("mode")
-        kind = next((kind for kind in cls.__subclasses__() if mode in vars(kind).get("modes", ())), cls)
-        return super(LossOptions, kind).read(values, **overrides)
-
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each invalid combination or category weight."""
         if self.custom_cls.is_named and self.mode != "token":
@@ -146,7 +139,7 @@ class LossOptions(Options):
         yield from self.category_problems()
 
     def category_problems(self) -> Iterable[str]:
-        """Yield a line for each weight of a category that is none."""
+        """Yield a line for each invalid weight of a category."""
         for name, weight in (self.category_weights or {}).items():
             key = f"loss.category_weights.{name}"
             if isinstance(weight, bool) or not isinstance(weight, int | float):

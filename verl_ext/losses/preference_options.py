@@ -29,7 +29,9 @@ _USED_BY = {
 class CustomFormula(CustomLoss):
     """A formula of the user's own, by file and name."""
 
-    path: str | None = option(None, "Python file, or pkg://module, with your own formula; see docs/preferences.md")
+    path: str | None = option(
+        None, "Python file, or pkg://module, with your own formula; see docs/guides/preferences/losses.md"
+    )
     name: str | None = option(None, "its function: (sides, options) -> float64[pairs], the loss of each")
 
     @override
@@ -66,7 +68,7 @@ class PreferenceOptions(LossOptions):
         None, "weight of the preferred answers' likelihood; null: 1 for cpo and orpo, 0 else", least=0, resume="same"
     )
     nll_mode: str = option("token", "the mean of the likelihood terms", choices=MODES, resume="same")
-    sft_weight: float = option(1.0, "weight of the likelihood of rows that are no answers", least=0, resume="same")
+    sft_weight: float = option(1.0, "weight of the likelihood of rows that are not answers", least=0, resume="same")
     answers: str = option(
         "sum",
         "several rejected answers: sum: each pair has the weight of its unit | mean: they share it",
@@ -98,6 +100,8 @@ class PreferenceOptions(LossOptions):
             yield f"loss.length must be sum or mean with loss.mode={self.mode}, which compares no answers; got common"
         if own.fixed_length and self.length not in (None, own.length):
             yield f"loss.length must be {own.length} with loss.mode={self.mode}; got {self.length}"
+        if not self.desirable_weight and not self.undesirable_weight:
+            yield "loss.desirable_weight or loss.undesirable_weight must be above 0; got 0 and 0"
         if self.tail_weight != 1 and self.chosen_length != "common":
             got = f"got {self.tail_weight} with {self.chosen_length}"
             yield f"loss.tail_weight is an option of loss.length=common; {got}"

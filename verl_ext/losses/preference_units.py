@@ -1,7 +1,7 @@
 """The preferences of a pack: answers, pairs, and scales of targets.
 
 document   0   1   2   3   4
-unit       3   0   0   1   1       pairs (0, 1), (0, 2); document 3 has a label alone, document 4 is no answer
+unit       3   0   0   1   1       pairs (0, 1), (0, 2); document 3 has a label alone, document 4 is not an answer
 answer     1  -1  -1  -1   0
 """
 
@@ -94,6 +94,11 @@ def target_scales(targets: Array, unit: Array, length: str = "sum", tail_weight:
     shortest = np.repeat(np.minimum.reduceat(targets, starts), np.diff(starts, append=len(unit)))
     place = np.arange(targets.sum()) - np.repeat(np.cumsum(targets) - targets, targets)
     return np.where(place < np.repeat(shortest, targets), 1.0, tail_weight)
+
+
+def row_coefficients(rows: torch.Tensor, coefficients: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return float32[tokens], the sum of float64[K] over the targets that each row predicts."""
+    return coefficients.new_zeros(tokens).index_add_(0, rows, coefficients).float()
 
 
 def target_coefficients(

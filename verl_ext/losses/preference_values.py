@@ -14,7 +14,7 @@ from verl_ext.losses.preference_units import Units
 def preference_values(
     terms: Terms, sums: torch.Tensor, log_probs: torch.Tensor, units: Units, options: PreferenceOptions
 ) -> dict[str, torch.Tensor]:
-    """Return what `PreferenceSums` adds up, float64[n] each, by name.
+    """Return what `StepSums` adds up, float64[n] each, by name.
 
     sums: float64[A], as for the terms. log_probs: float64[A], Σ log π(t) of each document without scales. A preferred
     answer counts once for each of its pairs; a tie of rewards is half right.

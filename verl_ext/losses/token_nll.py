@@ -17,8 +17,9 @@ second product with the weight. This is possible because the loss is Σ a_t·nll
 to one common factor that arrives with the backward pass. Liger's fused linear cross-entropy works the same way; here
 d weight is summed in fp32, tokens without a target never enter, and coefficients differ by token.
 
-Both can also return for each token whether the label is the likeliest, and the entropy of the distribution, log Σ e^z −
-Σ z·e^z / Σ e^z with z the logits minus their peak. These come from the same logits, in slices that fit the caches.
+Both can also return for each token whether the label is the most likely one, and the entropy of the distribution,
+log Σ e^z − Σ z·e^z / Σ e^z with z the logits minus their peak. These come from the same logits, in slices that fit
+the caches.
 
 In fp16 the loss scale arrives with that common factor, after gradients have been written in fp16. Coefficients of 1/N,
 for documents of N targets, would underflow. So they are multiplied by a power of two beforehand, which brings the

@@ -2,11 +2,12 @@
 
     a source of 102 tokens     (8, 16]    (16, 32]    51 tokens from each interval
     documents                  9  9 12  |  20 30      pools of 30 and 50 tokens
-    drawn                      9  9 12  |  20 30      whole epochs: every document floor(wanted / pool) times,
-                               9    12  |             then a random subset of whole documents nearest to the rest
+    drawn                      9  9 12  |  20 30      whole epochs: every document floor(budget / pool) times,
+                               9    12  |             then whole documents in random order, up to the rest
 
 Tokens are balanced, not documents (GLM-Long): an interval of long documents holds few of them and gives as many tokens.
-In the picture, the second interval is 2 % short: no document comes nearer, and the draw names the one of 20 tokens.
+In the picture, the second interval is 2 % short: no document comes nearer, and the draw names the one of 20 tokens. A
+draw is off by at most half of one document.
 Sources are drawn one by one, so several of them may draw the same document. The draw depends on the lengths, the
 budgets and the seed alone.
 """
@@ -23,8 +24,6 @@ from verl_ext.packing.plan import Bools, Indices, Ints
 KEY = "data.mixture"
 TOLERANCE = 0.01  # of an interval's budget
 MOST_DOCUMENTS = 2**31 - 1  # drawn from one interval, in whole epochs
-WINDOW = 16  # documents whose subsets are all compared: 2^16 sums
-TRIES = 16
 
 Interval = tuple[int | None, int | None]  # low < length <= high, (None, None) for all lengths
 
@@ -162,7 +161,7 @@ def _draw_interval(
             f"{source.key} must draw fewer than 2^31 documents from an interval; got a budget of {budget:,} "
             f"tokens for an interval of {len(pool):,} documents with {tokens:,} tokens"
         )
-    chosen = nearest_subset(lengths, rest, TOLERANCE * budget, np.random.default_rng(seed))
+    chosen = _random_subset(lengths, rest, np.random.default_rng(seed))
     drawn = epochs * tokens + int(lengths[chosen].sum())
     # Whole documents may miss the budget; the user then learns of the one that would come nearest.
     nearest_swap = None
@@ -182,38 +181,11 @@ def _draw_interval(
     )
 
 
-def nearest_subset(lengths: Ints, budget: int, tolerance: float, rng: np.random.Generator) -> Bools:
-    """Return bool[n], a random subset with a sum near `wanted`.
+def _random_subset(lengths: Ints, budget: int, rng: np.random.Generator) -> Bools:
+    """Return bool[n], documents in random order with a sum near the budget.
 
-    The sum may be above or below; lengths are int64[n] ≥ 1.
-
-        random order       7  3  9  4  2  6        wanted 20
-        taken              7  3  9                 19 tokens; 4, 2 and 6 do not fit the one token that is left
-        chosen again       7  3     4     6        of the subsets of up to 16 documents, one that sums to 20
-
-    Documents are taken in random order, and one that no longer fits is passed over. Then all subsets of up to 16
-    documents, half of them taken and half not, are compared, up to 16 times, until the sum is within `tolerance` of
-    `wanted`, which is at most the sum of all lengths. With 16 documents or fewer, the choice is the best possible one.
+    lengths: int64[n] ≥ 1. Each document is taken if the rest of the budget has room, then one more if that is nearer.
     """
-    chosen = _random_fill(lengths, budget, rng)
-    for _ in range(TRIES):
-        gap = budget - int(lengths[chosen].sum())
-        if gap == 0:
-            break
-        _choose_again(lengths, chosen, gap, rng)
-        if len(lengths) <= WINDOW or abs(budget - int(lengths[chosen].sum())) <= tolerance:
-            break
-    return chosen
-
-
-def _nearest_document(lengths: Ints, chosen: Bools, gap: int) -> int:
-    """Return the document whose addition or removal comes nearest to the gap."""
-    others = np.flatnonzero(chosen == (gap < 0))
-    return int(others[np.abs(lengths[others] - abs(gap)).argmin()])
-
-
-def _random_fill(lengths: Ints, budget: int, rng: np.random.Generator) -> Bools:
-    """Take documents in random order, each if the rest has room."""
     chosen = np.zeros(len(lengths), bool)
     order, room = rng.permutation(len(lengths)), budget
     in_order = lengths[order]
@@ -224,33 +196,13 @@ def _random_fill(lengths: Ints, budget: int, rng: np.random.Generator) -> Bools:
         room -= int(running[fits - 1]) if fits else 0
         still = fits + np.flatnonzero(in_order[fits:] <= room)
         order, in_order = order[still], in_order[still]
+    if room and not chosen.all():
+        one_more = _nearest_document(lengths, chosen, room)
+        chosen[one_more] = lengths[one_more] < 2 * room
     return chosen
 
 
-def _choose_again(lengths: Ints, chosen: Bools, gap: int, rng: np.random.Generator) -> None:
-    """Choose up to WINDOW documents again, in place, never a worse choice."""
-    window = _window(lengths, chosen, gap, rng)
-    sums = np.zeros(1, np.int64)
-    for length in lengths[window].tolist():
-        sums = np.concatenate([sums, sums + length])
-    room = gap + int(lengths[window][chosen[window]].sum())
-    off = np.abs(sums - room)
-    best = int(off.argmin())
-    if off[best] < abs(gap):
-        chosen[window] = (best >> np.arange(len(window))) & 1
-
-
-def _window(lengths: Ints, chosen: Bools, gap: int, rng: np.random.Generator) -> Ints:
-    """Return up to WINDOW documents: taken, replacing, and the nearest one."""
-    if len(lengths) <= WINDOW:
-        return np.arange(len(lengths))
-    taken = np.flatnonzero(chosen)
-    not_taken = len(lengths) - len(taken)
-    taken = _sample(taken, max(WINDOW // 2, WINDOW - max(not_taken, 1)), rng)
-    room = gap + int(lengths[taken].sum())
-    others = _sample(np.flatnonzero(~chosen & (lengths < 2 * room)), WINDOW - 1 - len(taken), rng)
-    return np.unique(np.concatenate([taken, others, [_nearest_document(lengths, chosen, gap)]]))
-
-
-def _sample(documents: Ints, size: int, rng: np.random.Generator) -> Ints:
-    return documents[rng.choice(len(documents), min(size, len(documents)), replace=False)]
+def _nearest_document(lengths: Ints, chosen: Bools, gap: int) -> int:
+    """Return the document whose addition or removal comes nearest to the gap."""
+    others = np.flatnonzero(chosen == (gap < 0))
+    return int(others[np.abs(lengths[others] - abs(gap)).argmin()])

@@ -1,4 +1,4 @@
-"""Beginnings that documents share: an order in which each follows its kin, and units that fit a pack.
+"""Beginnings that documents share: an order in which each follows one that begins alike, and units that fit a pack.
 
     documents   A: s s s q q a a      B: s s s r r b      C: s s s r u      D: x y
     order       A  B  C               shared  0  3  4     D shares nothing and is not in it

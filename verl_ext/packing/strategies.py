@@ -22,7 +22,7 @@ def next_fit(lengths: Ints, max_tokens: int, seed: int) -> PackPlan:
     """Pack documents in their order, closing packs that are full.
 
     A pack is closed when the next document does not fit (as TokenAwareBatchPack). One open pack alone leaves 20–25 % of
-    the budget empty on mixed lengths: it is meant for data whose order matters, and for comparison. `seed` is not used.
+    the budget empty on mixed lengths: it is for data whose order matters, and for comparison. `seed` is not used.
     """
     tokens_before = offsets_of(lengths)
     ends = (np.searchsorted(tokens_before, tokens_before + max_tokens, side="right") - 1).data
@@ -88,7 +88,7 @@ def _checked(lengths: ArrayLike, max_tokens: int) -> Ints:
 
 
 def deal_copies(lengths: Indices, documents: Ints, max_tokens: int, strategy: str, seed: int) -> list[Ints]:
-    """Return the parts of `documents` int64[D] that are packed apart; lengths integer[S] of all.
+    """Return the parts of `documents` int64[D] that are packed separately; lengths integer[S] of all.
 
         documents    a a a  b b  c d e          a three times, b twice
         parts        a b d | a b c | a e        copies dealt over the parts, from a random one on; packed part by part

@@ -9,7 +9,7 @@ backward    foreign keys ─► send gradients ─► own keys ─► wait   exa
 ```
 
 For other kernels, and in layers with a window, which fetch little, all keys lie in one tensor, in the order of the
-pack, before a kernel runs: one call for both chunks if their keys lie apart, else one for each.
+pack, before a kernel runs: one call for both chunks if their keys are separate, else one for each.
 
 Legend: T tokens of a pack, L of a chunk, H query and K key/value heads of a rank inside attention, E head size.
 """

@@ -62,7 +62,7 @@ class KeyExchange:
 
 
 def _calls(offsets: Sequence[int], rows: KnownRows, window: int | None, device: Any) -> tuple[KernelCall, ...]:
-    """Return one call if both chunks' keys lie apart, else two."""
+    """Return one call if both chunks' keys are separate, else two."""
     keys = [TokenRange(window_start(offsets, chunk.start, window), chunk.end) for chunk in rows.own]
     documents = [list(pieces(offsets, *chunk)) for chunk in rows.own]
     queries = [[end - start for _, start, end in parts] for parts in documents]

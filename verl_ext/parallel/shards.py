@@ -31,7 +31,7 @@ KernelFunction = Callable[..., torch.Tensor]  # attention of (query, key, value,
 
 @dataclass(frozen=True)
 class ParallelOptions(Options):
-    """The options of ranks that share a pack, beside verl's `engine.ulysses_sequence_parallel_size`."""
+    """The options of ranks that share packs or experts, beside verl's `engine.ulysses_sequence_parallel_size`."""
 
     prefix: ClassVar[str] = "parallel"
 
@@ -39,6 +39,9 @@ class ParallelOptions(Options):
         1,
         "groups of `engine.ulysses_sequence_parallel_size` ranks that share a pack and exchange keys and values",
         least=1,
+    )
+    expert_parallel: int = option(
+        1, "ranks that share the experts of each layer, to which rows of tokens travel; 1: each gathers all", least=1
     )
 
 

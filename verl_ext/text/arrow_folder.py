@@ -46,7 +46,7 @@ FIRST_BLOCK = "first_block"  # the bits of `block_hashes` of the first BLOCK tok
 WEIGHT_COLUMN = {"loss_weight": pa.list_(pa.float32())}
 # Of answers: the documents of a preference in its first row, 0 in the others; 1 preferred, -1 rejected, 0 neither.
 ANSWER_COLUMNS = {name: pa.from_numpy_dtype(kind) for name, kind in UNIT_COLUMNS.items()}
-_ALONE = {"unit": 1, "answer": 0, "pair_weight": 1.0}  # of a document that is no answer
+_ALONE = {"unit": 1, "answer": 0, "pair_weight": 1.0}  # of a document that is not an answer
 MARK = {b"verl_ext.document_columns": b"1"}  # metadata of a shard whose DOCUMENT_COLUMNS are valid
 
 
@@ -158,7 +158,7 @@ class DatasetWriter:
         category = np.full(len(lengths), documents.category_id, np.int32)
         if documents.category_ids is not None:
             category = documents.category_ids.astype(np.int32)
-        # A token that is no target has no category.
+        # A token that is not a target has no category.
         of_tokens = documents.token_categories
         if of_tokens is None:
             of_tokens = np.where(mask == 1, np.repeat(category, lengths), np.int32(0))
@@ -198,7 +198,7 @@ def _schema_of(weighted: bool, answered: bool, texts: tuple[str, ...], marked: b
 
 
 def _alone(rows: int) -> list[pa.Array]:
-    """Return ANSWER_COLUMNS of documents that are no answers."""
+    """Return ANSWER_COLUMNS of documents that are not answers."""
     return [pa.array(np.full(rows, _ALONE[name], kind)) for name, kind in UNIT_COLUMNS.items()]
 
 

@@ -38,7 +38,7 @@ class Encoder(ABC):
     Documents follow from the records, the tokenizer and the options alone.
 
     An encoder pickles as what it was made of: its cached properties, such as a tokenizer that the options name, are
-    made anew in each process.
+    made again in each process.
 
     reads: what files must hold, for errors. texts: the names of further columns of the documents. columns: those of a
     table that are read; None: all. by_record: whether documents come with the facts of each record.

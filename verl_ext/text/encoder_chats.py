@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,20 +24,19 @@ from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError, one_line
+from verl_ext.text.chat.jinja_template import prints_date
 from verl_ext.text.chat.learnt import closes_again
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, PROMPT, REASONING
 from verl_ext.text.chat.renderer import ChatRenderer, RenderedTurns
-from verl_ext.text.chat.template import prints_date
 from verl_ext.text.encoder import NO_KEY, Encoder
 from verl_ext.text.held_out import content_key
 from verl_ext.text.read.bad_record import BadRecord, check_characters
 from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import Chunk, TextFile, read_record
-from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat, PlainText
 from verl_ext.text.records.preference import REJECTED, Content, Preference
-from verl_ext.text.records.records import Record, category_of, parse_record, read_columns
+from verl_ext.text.records.records import Record, category_of, parse_record, read_columns, replaced
 from verl_ext.text.text_encoder import Encoded, TextEncoder
 from verl_ext.text.tokens.counts import Counts, Tally
 from verl_ext.text.tokens.documents import Document, Documents
@@ -86,6 +85,7 @@ class ChatEncoder(Encoder):
         super().__init__(options.dated(), tokenizer)
         self.sources = sources
         self.columns = read_columns(options.columns, options.category_field)
+        self._names = options.message_names
 
     @cached_property
     def _encoder(self) -> TextEncoder:
@@ -95,10 +95,6 @@ class ChatEncoder(Encoder):
     def _chats(self) -> ChatRenderer:
         """The renderer, made for the first chat: texts need no template."""
         return ChatRenderer(self.tokenizer, self._encoder.special, self.options)
-
-    @cached_property
-    def _names(self) -> MessageNames:
-        return self.options.message_names
 
     @cached_property
     def _is_one_token(self) -> Any:
@@ -160,7 +156,7 @@ class ChatEncoder(Encoder):
     def prompt(self, raw: Any, category: str = "") -> tuple[Chat | None, int, list[int]]:
         """Return (chat, its last assistant turn, tokens before that turn).
 
-        A plain text, without a chat, is gone on with; of a preference, the preferred answer counts. The tokens begin
+        A plain text, without a chat, is continued; of a preference, the preferred answer counts. The tokens begin
         the document that the record gives, up to what the template prints only before an answer. Raises `BadRecord`,
         also for an answer that is undesirable.
         """
@@ -207,8 +203,12 @@ class ChatEncoder(Encoder):
         return self._key(self._record(raw, category).content, category)
 
     def _category(self, raw: Any, source: str) -> str:
+        return source if (own := self._own_category(raw)) is None else own
+
+    def _own_category(self, raw: Any) -> str | None:
+        """Return the category in a record's field, with the texts of `replace` in place."""
         own = category_of(raw, self.options.category_field) if self.options.category_field else None
-        return source if own is None else own
+        return replaced(own, self.options.replace) if own and self.options.replace else own
 
     def _key(self, content: Content, category: str) -> int:
         return content_key(content, self.options.default_system(category), self.options.turns == "each")
@@ -223,8 +223,8 @@ class ChatEncoder(Encoder):
             # Category, then content, then texts: a bad record counts for the category that is known by then.
             try:
                 raw = parse_line(raw) if isinstance(raw, bytes) else raw
-                if category_field := self.options.category_field:
-                    own = category_of(raw, category_field)
+                if self.options.category_field:
+                    own = self._own_category(raw)
                     category = category if own is None else own
                     tally.of(category).uncategorised += own is None
                 of_record = place, number, category, tally.of(category)
@@ -248,7 +248,8 @@ class ChatEncoder(Encoder):
     def _record(self, raw: Any, category: str) -> Record:
         options = self.options
         system = options.default_system(category)
-        record = parse_record(raw, options.columns, options.media == "drop", self._names, system, options.replace)
+        read = options.columns, options.media == "drop", self._names, system, options.replace
+        record = parse_record(raw, *read, drop_nulls=options.null_fields == "absent")
         gap = self.options.min_score_gap
         if gap is not None and isinstance(record.content, Preference):
             record = record._replace(content=record.content.with_least_gap(gap))
@@ -277,15 +278,18 @@ class ChatEncoder(Encoder):
         counts.text_calls += record.text_calls
         counts.default_system += record.has_default
         counts.replaced += record.is_replaced
+        counts.readings.update(record.readings)
+        if record.weight_field is not None and record.weight is not None:
+            counts.loss_weights.count(one_line(record.weight_field), record.weight, record.weight)
         content = record.content.answers[0] if isinstance(record.content, Preference) else record.content
         arguments = content.template_kwargs if isinstance(content, Chat) else {}
         if not (record.unused or record.message_fields or record.dropped or arguments):
             return
         category = self.options.category_field or ""
         unused = Counter(one_line(name) for name in record.unused if name not in (category, category.partition(".")[0]))
-        unused.update(one_line(name) for name in arguments if name not in self._chats.template_words)
+        unused.update(one_line(name) for name in arguments if name not in self._chats.template.facts.names)
         for name, messages in record.message_fields.items():
-            if name not in self._chats.template_words:
+            if name not in self._chats.template.facts.names:
                 unused[one_line(f"messages.{name}")] += messages
         counts.unused_fields.update(unused)
         counts.dropped_media.update(record.dropped)
@@ -377,10 +381,11 @@ class ChatEncoder(Encoder):
 
 
 def _preference_counts(preference: Preference, texts: Sequence[Any], documents: Sequence[Document]) -> Counter[str]:
-    """Count a preference, and its pairs of unequal length, parts or ends."""
+    """Count a preference, and its pairs of unequal length, parts, ends or prompts."""
     counts = Counter(units=1, pairs=len(documents) - 1, labels=int(len(documents) == 1), tied=preference.tied)
     lengths = [int(document.loss_mask.sum()) for document in documents]
     chats = [text for text in texts if isinstance(text, RenderedTurns)]
+    prompts = [chat.text[: chat.parts[0].start] for chat in chats]
     thoughts = [{part.kind for part in chat.parts} & {REASONING, EMPTY_REASONING} for chat in chats]
     has_end = [any(chat.ends[-1:]) for chat in chats]
     for place in range(1, len(documents)):
@@ -388,4 +393,8 @@ def _preference_counts(preference: Preference, texts: Sequence[Any], documents: 
         counts["rejected_longer"] += lengths[0] < lengths[place]
         counts["unequal_parts"] += thoughts[0] != thoughts[place]
         counts["unequal_ends"] += has_end[0] != has_end[place]
+        # One may go on with what the template prints before that answer alone.
+        counts["unequal_prompts"] += not any(a.startswith(b) for a, b in permutations((prompts[0], prompts[place])))
+        scores = preference.scores
+        counts["scores_reversed"] += scores is not None and scores[0] < scores[place]
     return +counts

@@ -86,7 +86,7 @@ class TokenRecordEncoder(Encoder):
         # A unit that lost one of its rows would be broken, and an answer alone no document to learn.
         unit, answer = (readable_value(record.get(name)) for name in ("unit", "answer"))
         if type(unit) is int and type(answer) is int and answer:
-            needed = "answer must be 0: tokenized preferences are not tokenized again, but made anew from their records"
+            needed = "answer must be 0: tokenized preferences must be made again from their records"
             raise BadRecord("preference", f"{needed}; got {answer}")
         mask[:1] = 0
         self.check_length(len(ids))

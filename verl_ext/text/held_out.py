@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.endpoint.reasoning import REASONING_TAGS
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.preference import Content, Preference
+from verl_ext.text.records.reasoning import REASONING_TAGS
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Documents
 from verl_ext.text.tokens.hashes import mix_bits, position_factors, token_hashes
@@ -109,7 +109,7 @@ def _record_hashes(documents: Documents, places: NDArray[np.int64], firsts: NDAr
     """Return a hash of each record: its documents in order, their sides."""
     hashes = token_hashes(documents.input_ids, documents.starts, documents.lengths)
     if documents.units is not None:
-        sides = documents.units["answer"]  # 0 of a document that is no answer, also in a chunk without any
+        sides = documents.units["answer"]  # 0 of a document that is not an answer, also in a chunk without any
         hashes = np.where(sides == 0, hashes, mix_bits(hashes + sides.astype(np.uint64)))
     counts = np.diff(np.append(firsts, len(hashes)))
     position = np.arange(len(hashes)) - np.repeat(firsts, counts)

@@ -39,6 +39,7 @@ def write_page(
     runs: Sequence[Mapping[str, Any]] = (),
     closing: Iterable[RenderableType] = (),
     folded: Mapping[str, str] | None = None,
+    first: Chart | None = None,
 ) -> None:
     """Write a page of tables, documents with their lines wrapped, and figures.
 
@@ -51,6 +52,7 @@ def write_page(
         runs: the curves that figures draw, {name, curves: {metric: {steps, values}}}.
         closing: tables below the figures.
         folded: {heading: text that a click opens}.
+        first: a figure above everything else.
 
     Raises:
         DataError: there are figures to draw, but vl-convert is not installed.
@@ -60,7 +62,8 @@ def write_page(
     tables = "".join(f'<pre class="part">{_html(console, part)}</pre>' for part in parts)
     texts = "".join(f'<pre class="document">{_lines(_html(console, text, wrap=False))}</pre>' for text in documents)
     # The figures' numbers stand once, as JSON that cannot end its script element; vega's library only beside figures.
-    data = {"charts": [*charts], "runs": [*runs]}
+    charts = [*([first] if first else []), *charts]
+    data = {"charts": charts, "runs": [*runs]}
     environment = Environment(loader=PackageLoader("verl_ext.tools", "."), autoescape=select_autoescape())
     text = environment.get_template("page.html").render(
         title=title,
@@ -68,6 +71,7 @@ def write_page(
         closing="".join(f'<pre class="part">{_html(console, part)}</pre>' for part in closing),
         documents=texts,
         charts=charts,
+        on_top=int(first is not None),
         points=POINTS,
         thinned=any(len(curve["steps"]) > POINTS for run in runs for curve in run["curves"].values()),
         details=dict(folded or {}),

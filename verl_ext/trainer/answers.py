@@ -9,9 +9,7 @@ The prompts of `eval.prompts` and the questions of a validation set (data=babilo
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
@@ -22,12 +20,11 @@ from numpy.typing import ArrayLike
 from verl_ext.answers.generation import Sampling
 from verl_ext.answers.prompts import Prompt, Prompts, prompt_end
 from verl_ext.answers.scores import ScoreFailed, Scorer, scorer
-from verl_ext.answers.server import Server, ServerFailed
-from verl_ext.endpoint.reasoning import decode_answer
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import LengthBins
 from verl_ext.options import one_line
 from verl_ext.progress import terminal_bar
+from verl_ext.text.records.reasoning import decode_answer
 from verl_ext.trainer.distributed import RunRanks
 from verl_ext.trainer.hang import watch
 from verl_ext.trainer.run import Run
@@ -65,7 +62,7 @@ def scored_answers(
     """Answer this rank's prompts; return all scores by number; collective.
 
     order: the prompt numbers, with similar lengths side by side. shown: the numbers whose texts are returned.
-    Raises NoAnswers on every rank if a server or a scorer fails on one rank.
+    Raises NoAnswers on every rank if a scorer fails on one rank.
     """
     ranks = RunRanks()
     mine, share = list(order[ranks.rank :: ranks.size]), -(-len(order) // ranks.size)
@@ -84,9 +81,6 @@ def scored_answers(
                     found.append(Scored(number, prompt.category, value, text if number in shown else None))
         except ScoreFailed as error:  # the rank goes on, because others need it in their forward passes
             failure = one_line(str(error))
-        except ServerFailed as error:
-            failure = one_line(str(error))
-            break
         watch.mark()
     # A failure on one rank is every rank's, so that all go on with the training alike.
     gathered = ranks.gather((found, failure))
@@ -99,7 +93,7 @@ def mean_scores(scored: Sequence[Scored]) -> dict[str, float]:
     """Return the mean scores by category, and of all under "".
 
     Categories are in the order of first prompts; the category "" of a prompt means no category. Without a score there
-    is no mean.
+    is not a mean.
     """
     by_category: dict[str, list[float]] = defaultdict(list)
     scores = [(one.category, one.score) for one in scored if one.score is not None]
@@ -115,12 +109,6 @@ def scores_by_length(scored: Sequence[Scored], lengths: ArrayLike, bins: LengthB
     named = [one._replace(category=bins.names[bins_of[one.number]]) for one in scored if bins.edges]
     means = mean_scores(named)
     return {name: means[name] for name in bins.names if name in means}
-
-
-def _last_question(prompt: Prompt) -> str | None:
-    """Return a prompt's last user message; None for a tokenized document."""
-    users = (message["content"] for message in reversed(prompt.messages or ()) if message["role"] == "user")
-    return next(users, None)
 
 
 def engine_texts(engine: StepEngine, tokenizer: Any, sampling: Sampling) -> Texts:
@@ -146,18 +134,18 @@ class Answers:
     def measure(self, step: int) -> tuple[dict[str, float], list[Mapping[str, Any]]]:
         """Return common metrics and table rows, or raise NoAnswers; collective."""
         options, items = self.run.config.eval, self.prompts.items
-        tokenizer, generates = self.engine.model_config.tokenizer, options.base_url is None
+        tokenizer = self.engine.model_config.tokenizer
         rows = min(options.table_rows, len(items))
         shown = [number * len(items) // rows for number in range(rows)]
         order = sorted(range(len(items)), key=lambda number: -len(items[number].ids))
-        answer = engine_texts(self.engine, tokenizer, self._sampling(step)) if generates else self._of_server
-        with self.engine.eval_mode() if generates else nullcontext():
+        answer = engine_texts(self.engine, tokenizer, self._sampling(step))
+        with self.engine.eval_mode():
             scored = scored_answers(items, order, answer, scorer(options.score), options.batch_size, shown)
         table: list[Mapping[str, Any]] = [
             {
                 "step": step,
                 "category": one.category,
-                "question": _last_question(items[one.number]),
+                "question": items[one.number].question,
                 "prompt": prompt_end(items[one.number], tokenizer),
                 "answer": one.text,
                 "expected": items[one.number].expected,
@@ -177,10 +165,3 @@ class Answers:
         seed = np.random.SeedSequence([self.run.config.trainer.seed, step, dist.get_rank()])
         draws = options.temperature, options.top_p, int(seed.generate_state(1)[0])
         return Sampling(options.max_new_tokens, self.prompts.stops, *draws)
-
-    def _of_server(self, batch: list[Prompt]) -> list[str]:
-        return self._server.answers(batch) if batch else []
-
-    @cached_property
-    def _server(self) -> Server:
-        return Server(self.run.config.eval)

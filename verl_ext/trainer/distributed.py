@@ -4,8 +4,7 @@ The process group starts before any configuration is read, so that one rank can 
 while the others exit with the same code. Failures end a run in these ways:
 
     user_errors_end_the_run    ValueError, OSError on any rank      all ranks exit with 2, rank 0 prints the first
-    failures_reported          RunFailed, on every rank             all ranks exit with 3, rank 0 prints it
-                               RankFailed, on one rank              this rank exits with 3 at once
+    failures_reported          an Ending                            as it says: all ranks together, or this one at once
                                any other exception                  the first rank prints its traceback and exits with 1
                                a collective that fails              this rank exits with 3, naming the first failed rank
 """
@@ -33,8 +32,8 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils.logging import disable_progress_bar
 
-from verl_ext.data.ranks import Ranks
-from verl_ext.launch.torchrun import TRAINING_FAILED, USER_ERROR
+from verl_ext.data.tokenized.ranks import Ranks
+from verl_ext.launch.protocol import USER_ERROR, Ending
 from verl_ext.options import first_line
 from verl_ext.redaction import redacted_text
 
@@ -46,14 +45,6 @@ _TORCHRUN_SETS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 _FAILURE = "verl_ext/failure"  # the key in the store of the ranks
 at_exit = ExitStack()  # callbacks for the end of this process, unless it is killed
 LONG = timedelta(hours=10)  # as in verl, because ranks wait for one that tokenizes, reads weights or writes files
-
-
-class RunFailed(RuntimeError):
-    """A failure that every rank raises and that ends the run."""
-
-
-class RankFailed(RuntimeError):
-    """A failure of this rank, unknown to the others, in one line."""
 
 
 def accelerator() -> str | None:
@@ -129,7 +120,7 @@ def user_errors_end_the_run() -> Iterator[None]:
         mistake = str(error)
     first = next((each for each in RunRanks().gather(mistake) if each is not None), None)
     if first is not None:
-        end_run(USER_ERROR, first)
+        end(Ending(first, USER_ERROR))
 
 
 @contextmanager
@@ -144,10 +135,8 @@ def failures_reported() -> Iterator[None]:
     except Exception as error:
         if os.environ.get("VERL_EXT_FULL_ERROR"):
             raise
-        if isinstance(error, RunFailed):
-            end_run(TRAINING_FAILED, str(error))
-        if isinstance(error, RankFailed):
-            end_rank(TRAINING_FAILED, str(error))
+        if isinstance(error, Ending):
+            end(error)
         words = f"{type(error).__name__}: {first_line(error)}"
 
         def fail_first(store: dist.Store) -> bool:
@@ -160,7 +149,7 @@ def failures_reported() -> Iterator[None]:
             _end_with_the_others(re.sub(r"\[/\S+:\d+\] ", "", first_line(error)).partition(". ")[0])
         elif _ask_store(fail_first) is not False:  # without a store, this rank counts as the first
             print(redacted_text(traceback.format_exc()), end="", file=sys.stderr)
-            end_rank(1, f"{words} (its traceback is above)")
+            end(Ending(f"{words} (its traceback is above)", 1, "rank"))
         else:
             _end_with_the_others(words)
 
@@ -197,7 +186,8 @@ def _end_with_the_others(why: str) -> NoReturn:
         f"a collective failed or took longer than trainer.nccl_timeout ({why}): another rank or host ended, or the "
         "network between them"
     )
-    end_rank(TRAINING_FAILED, f"{reason}; the same command resumes from the last checkpoint", first is not None)
+    line = f"{reason}; the same command resumes from the last checkpoint"
+    end(Ending(line, scope="rank" if first is None else "other"))
 
 
 def wait_unless_local_rank0(seconds: float) -> None:
@@ -233,33 +223,25 @@ class RunRanks(Ranks):
         dist.all_reduce(torch.from_numpy(values))
 
 
-def end_run(code: int, message: str | None = None) -> NoReturn:
-    """End the run once every rank calls this; rank 0 prints `message`.
+def end(ending: Ending) -> NoReturn:
+    """End the run with all ranks, or this process and its loaders at once.
 
-    torchrun stops the others if a rank leaves earlier. It describes each rank that does not exit with 0, so only the
-    first rank of a node returns the code.
+    torchrun stops the others if a rank leaves earlier, and it describes each rank that does not exit with 0. So ranks
+    that end together wait for each other, and only the first one of a node returns the code.
     """
-    if message is not None and dist.get_rank() == 0:
-        print(f"error: {redacted_text(message)}", file=sys.stderr, flush=True)
-        _tell_torchrun(message)
-    dist.barrier()
-    is_described = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
-    raise SystemExit(code if is_described else 0)
-
-
-def end_rank(code: int, message: str | None = None, of_another: bool = False) -> NoReturn:
-    """End this process and its loaders at once; torchrun stops the others.
-
-    Args:
-        code: the exit code.
-        message: the line to print; None for a silent end.
-        of_another: whether the message is about another rank, which it names.
-    """
-    with suppress(OSError):  # the terminal or the pipe may be gone
-        if message is not None:
-            rank = "" if of_another else f"rank {os.environ.get('RANK', 0)}: "
-            print(f"\nerror: {rank}{redacted_text(message)}", file=sys.stderr)  # below a progress bar
-            _tell_torchrun(message)
+    if ending.scope == "run":
+        if ending.message is not None and dist.get_rank() == 0:
+            print(f"error: {redacted_text(ending.message)}", file=sys.stderr, flush=True)
+            _tell_torchrun(ending.message)
+        dist.barrier()
+        is_described = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
+        raise SystemExit(ending.code if is_described else 0)
+    # The terminal or the pipe may be gone, and nothing may keep this rank from its end.
+    with suppress(OSError):
+        if ending.message is not None:
+            rank = f"rank {os.environ.get('RANK', 0)}: " if ending.scope == "rank" else ""
+            print(f"\nerror: {rank}{redacted_text(ending.message)}", file=sys.stderr)  # below a progress bar
+            _tell_torchrun(ending.message)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -267,7 +249,7 @@ def end_rank(code: int, message: str | None = None, of_another: bool = False) ->
         at_exit.close()
     for process in multiprocessing.active_children():
         process.kill()
-    os._exit(code)  # an orderly exit from the process group would wait for the others
+    os._exit(ending.code)  # an orderly exit from the process group would wait for the others
 
 
 def _tell_torchrun(message: str) -> None:
@@ -307,6 +289,7 @@ def _silence_upstream() -> None:
     # about an unused tensor-parallel plan: "The following layers were not sharded"
     logging.getLogger("transformers.integrations.tensor_parallel").setLevel(logging.ERROR)
     logging.getLogger("verl.plugin.platform.platform_manager").setLevel(logging.WARNING)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # about a kernel of inference
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)  # FSDP2 triggers it once per run
 

@@ -1,10 +1,11 @@
 """The validation of the whole set as one step.
 
-It measures the loss and category means. Answers are scored if the dataset family declares a measure (data=babilong) and
-the engine tells its likeliest tokens (model=qwen_titans).
+It measures the loss and category means. Answers are scored if the dataset has a rule for them (`HasAnswers`), and the
+engine tells which tokens are the most likely ones (`tells_greedy`).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from verl_ext.answers import Prompt
 from verl_ext.answers.generation import Sampling
 from verl_ext.checkpoint.layout import EVALUATION
 from verl_ext.config.run import RunConfig
-from verl_ext.data.measure import AnswerMeasure, HasAnswers
-from verl_ext.engines.chunked import rows, target_positions
+from verl_ext.data import PackDataset
+from verl_ext.data.families.measure import AnswerMeasure, HasAnswers
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import write_json
 from verl_ext.metrics import StepSums
 from verl_ext.progress import terminal_bar
 from verl_ext.trainer.answers import engine_texts, mean_scores, scored_answers, scores_by_length
-from verl_ext.trainer.loader import DataParallelRank
+from verl_ext.trainer.batch import rows, target_slots
+from verl_ext.trainer.loader import run_batches
 from verl_ext.trainer.loss import StepLoss
+from verl_ext.trainer.objective import Objective
+from verl_ext.trainer.rank import DataParallelRank
 from verl_ext.trainer.run import Run, Validation
 
 _MORE = 4  # a generated answer may be so many tokens longer than the longest target
@@ -44,6 +48,20 @@ class _Prompts:
         return Prompt(question.ids, "", question.category, {"number": number})
 
 
+def measured_names(config: RunConfig, objective: Objective, dataset: PackDataset) -> list[str]:
+    """Return the `val/…` metrics of a dataset that may improve: what sums without a zero report, but counts."""
+    names, bins = dataset.categories.names, config.trainer.bins
+    sums = StepSums.zeros(len(bins) * (len(names) + 1), "cpu", objective.measures)
+    metrics = replace(sums, values=torch.ones_like(sums.values), has_stats=True).report("val", names, bins)
+    if isinstance(dataset, HasAnswers):
+        measure = AnswerMeasure(dataset, "cpu", bins)
+        measure.counts += 1
+        scores = [name for name, value in measure.report().items() if isinstance(value, float)]
+        kinds = [name.replace("exact_match", measure.generated) for name in scores]
+        metrics |= dict.fromkeys((f"val/{name}" for name in (*scores, *kinds)), 0.0)
+    return [name for name, value in metrics.items() if isinstance(value, float) and not name.endswith("_length")]
+
+
 class Evaluation:
     """The measurement of a validation set, which the ranks share."""
 
@@ -59,15 +77,14 @@ class Evaluation:
         is_scored = self._engine.tells_greedy and isinstance(dataset, HasAnswers)
         bins = self._run.config.trainer.bins
         answers = AnswerMeasure(dataset, device, bins) if is_scored else None
-        size, flags = self._run.config.data.micro_batch_size_per_gpu, self._run.config.loss.head_flags
-        plan, objective = self.validation.plan, self._run.objective
-        batches = rank.batches(dataset, plan, 0, plan.steps_per_epoch, bins)
+        whole = self._run, rank, dataset, self.validation.plan, 0, self.validation.plan.steps_per_epoch
+        batches = run_batches(*whole, bins)
         with self._engine.eval_mode():
-            objective.measure(rank.batches(dataset, plan, 0, plan.steps_per_epoch), self._engine, rank.all_reduce, size)
+            of_whole = self._run.objective.begin(run_batches(*whole), rank)
             for batch in terminal_bar("validate", rank.rank == 0, batches, unit="step", leave=False):
                 sums = rank.sums(batch)
-                loss = objective.loss_of_parts(sums)
-                micro_batches = list(batch.micro_batches(size, token_stats=True, **flags, **loss.flags))
+                loss = replace(of_whole, sums=sums)
+                micro_batches = rank.micro_batches(batch, loss, token_stats=True)
                 self._engine.evaluate(micro_batches, loss if answers is None else _counting(answers, loss))
                 total = sums if total is None else total + sums
         assert total is not None
@@ -105,7 +122,8 @@ def _counting(measure: AnswerMeasure, loss: StepLoss) -> Callable[..., tuple[tor
     """Wrap the loss function to count each batch's rows, too."""
 
     def counting(model_output: dict, data: TensorDict, dp_group: object = None) -> tuple[torch.Tensor, dict]:
-        measure.add(rows(model_output["is_greedy"]), target_positions(data), rows(data["category_index"]))
+        slots = target_slots(data)
+        measure.add(rows(model_output["is_greedy"]), slots >= 0, slots)
         return loss(model_output, data, dp_group)
 
     return counting

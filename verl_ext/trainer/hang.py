@@ -30,8 +30,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from verl_ext.launch.torchrun import TRAINING_FAILED
-from verl_ext.trainer.distributed import end_rank, wait_unless_local_rank0
+from verl_ext.launch.protocol import Ending
+from verl_ext.trainer.distributed import end, wait_unless_local_rank0
 
 _PACKAGE = Path(__file__).parent.parent
 _NAMED = 4  # the number of ranks that the line names
@@ -211,9 +211,9 @@ class HangWatch:
         threading.Thread(target=self._write_recorded, daemon=True).start()  # A device that hangs may block it.
         time.sleep(1.5 * tick)  # The other ranks write theirs before torchrun ends them.
         if is_first:
-            end_rank(TRAINING_FAILED, line, of_another=True)
+            end(Ending(line, scope="other"))
         time.sleep(1)  # the line must be printed before torchrun ends the node
-        end_rank(TRAINING_FAILED)
+        end(Ending(scope="rank"))
 
     def _write_recorded(self) -> None:
         with suppress(OSError):
@@ -226,11 +226,11 @@ class HangWatch:
         while not ended.wait(tick):
             if self._overdue() and time.monotonic() - self._answered > 6 * tick:
                 wait_unless_local_rank0(2.0)
-                end_rank(
-                    TRAINING_FAILED,
+                line = (
                     f"{self._no_progress()}, and the store of the ranks does not answer: rank 0 or torchrun is "
-                    f"stopped, or {os.environ.get('MASTER_ADDR')} is out of reach; {_RESUMES}",
+                    f"stopped, or {os.environ.get('MASTER_ADDR')} is out of reach; {_RESUMES}"
                 )
+                end(Ending(line, scope="rank"))
 
 
 def _recorded(entries: bool) -> bytes:

@@ -10,42 +10,37 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
-from verl.utils.device import get_device_id
 
 from verl_ext.data import PackDataset
-from verl_ext.data.files_in_use import DataFiles
-from verl_ext.engines.step import StepEngine
-from verl_ext.metrics import ONE_BIN, LengthBins, StepSums
+from verl_ext.data.tokenized.files_in_use import DataFiles
+from verl_ext.launch.protocol import Ending
+from verl_ext.metrics import ONE_BIN, LengthBins
 from verl_ext.options import first_line
-from verl_ext.trainer.batch import StepBatch, StepCollator
-from verl_ext.trainer.distributed import RankFailed
+from verl_ext.trainer.batch import StepBatch
+from verl_ext.trainer.collator import StepCollator
 from verl_ext.trainer.hang import watch
+from verl_ext.trainer.rank import DataParallelRank
 from verl_ext.trainer.run import Run
 from verl_ext.trainer.signals import end_for_parent_alone
 from verl_ext.trainer.step_plan import StepPlan
 
 
-class LoadingFailed(RankFailed):
-    """A batch that cannot be made, described in one line."""
-
-
 @contextlib.contextmanager
 def loader_deaths_reported(files: DataFiles | None = None) -> Iterator[None]:
-    """Raise LoadingFailed if a loader process dies anywhere in the block.
+    """Raise an Ending of this rank if a loader process dies anywhere in the block.
 
     files: of these, a truncated one, which causes a bus error, is named.
     """
     try:
         yield
     except Exception as error:
-        line = str(error) if isinstance(error, LoadingFailed) else _death(error)
+        line = str(error) if isinstance(error, Ending) and error.scope == "rank" else _death(error)
         if line is None or os.environ.get("VERL_EXT_FULL_ERROR"):
             raise
         changed = files and files.changed()
-        raise LoadingFailed(f"{line}; {changed}" if changed and changed not in line else line) from error
+        raise Ending(f"{line}; {changed}" if changed and changed not in line else line, scope="rank") from error
 
 
 @contextlib.contextmanager
@@ -86,7 +81,7 @@ def _death(error: BaseException | None) -> str | None:
 class _Batches(Dataset):
     """A dataset of a :class:`StepBatch` per list of packs (None: idle).
 
-    If a batch cannot be made, ``LoadingFailed`` is returned as a value; raised in a worker, it would arrive as that
+    If a batch cannot be made, an ``Ending`` is returned as a value; raised in a worker, it would arrive as that
     worker's traceback.
     """
 
@@ -95,7 +90,7 @@ class _Batches(Dataset):
         self.collate = collate
         self.files: DataFiles | None = None  # in their state at the first batch
 
-    def __getitems__(self, indices: Sequence[int | None]) -> StepBatch | LoadingFailed:
+    def __getitems__(self, indices: Sequence[int | None]) -> StepBatch | Ending:
         try:
             if get_worker_info() is None:  # not in a worker, which a bus error would end
                 self.files = self.files or DataFiles(self.packs.data_files, self.packs.key)
@@ -112,9 +107,8 @@ class _Batches(Dataset):
             if os.environ.get("VERL_EXT_FULL_ERROR"):
                 raise
             numbers = ", ".join(str(index) for index in indices if index is not None)
-            return LoadingFailed(
-                f"{self.packs.key}: pack {numbers} cannot be loaded; {type(error).__name__}: {first_line(error)}"
-            )
+            line = f"{self.packs.key}: pack {numbers} cannot be loaded; {type(error).__name__}: {first_line(error)}"
+            return Ending(line, scope="rank")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -143,7 +137,7 @@ class _RankSteps:
 
 
 class PackLoader:
-    """An iterable of a :class:`StepBatch` per step; it may raise LoadingFailed."""
+    """An iterable of a :class:`StepBatch` per step; it may raise an Ending."""
 
     def __init__(self, batches: DataLoader) -> None:
         self._batches = batches
@@ -157,8 +151,8 @@ class PackLoader:
             watch.mark()
             if batch is None:
                 return
-            if isinstance(batch, LoadingFailed):
-                raise LoadingFailed(*batch.args)  # a named exception would keep this frame and its workers alive
+            if isinstance(batch, Ending):
+                raise replace(batch)  # a named exception would keep this frame and its workers alive
             yield batch
 
     def __len__(self) -> int:
@@ -200,45 +194,26 @@ def _unchanged(batch: Any) -> Any:
     return batch  # the worker that read it made it complete
 
 
-class DataParallelRank:
-    """A data-parallel rank: its batches, its sums, and reductions over all."""
-
-    def __init__(self, run: Run, engine: StepEngine) -> None:
-        self.run = run
-        self._engine = engine
-        self.rank, self.size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
-
-    def batches(
-        self, dataset: PackDataset, plan: StepPlan, first_step: int, last_step: int, bins: LengthBins = ONE_BIN
-    ) -> PackLoader:
-        """Load this rank's batches from ``first_step`` to ``last_step - 1``."""
-        data = self.run.config.data
-        return pack_loader(
-            dataset,
-            plan,
-            first_step,
-            last_step,
-            self.rank,
-            self.size,
-            replace(self.run.objective.collator(dataset, self._engine.idle_tokens(dataset.max_tokens)), bins=bins),
-            num_workers=data.num_workers,
-            prefetch_factor=data.prefetch_factor,
-            pin_memory=data.pin_memory,
-        )
-
-    def sums(self, batch: StepBatch) -> StepSums:
-        """Return sums on the device with the batch's counts, without loss."""
-        device: Any = get_device_id()
-        sums = self.run.objective.sums(batch.categories, device)
-        batch.count(sums)
-        return sums
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over the data-parallel ranks, in place."""
-        dist.all_reduce(tensor, group=self._engine.get_data_parallel_group())
-
-    def gather(self, values: list[Any]) -> list[Any]:
-        """Return the values of all data-parallel ranks, in rank order."""
-        gathered: list[list[Any]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(gathered, values, group=self._engine.get_data_parallel_group())
-        return [value for values in gathered for value in values]
+def run_batches(
+    run: Run,
+    rank: DataParallelRank,
+    dataset: PackDataset,
+    plan: StepPlan,
+    first_step: int,
+    last_step: int,
+    bins: LengthBins = ONE_BIN,
+) -> PackLoader:
+    """Load a rank's batches of a run from ``first_step`` to ``last_step - 1``."""
+    data, idle_tokens = run.config.data, rank.engine.idle_tokens(dataset.max_tokens)
+    return pack_loader(
+        dataset,
+        plan,
+        first_step,
+        last_step,
+        rank.rank,
+        rank.size,
+        StepCollator.of_dataset(run.objective, dataset, idle_tokens=idle_tokens, bins=bins),
+        num_workers=data.num_workers,
+        prefetch_factor=data.prefetch_factor,
+        pin_memory=data.pin_memory,
+    )

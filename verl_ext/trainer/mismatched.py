@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from verl_ext.packing.plan import offsets_of
 from verl_ext.parallel.trees import read_documents, text_rows
-from verl_ext.trainer.batch import Pack
+from verl_ext.trainer.texts import Pack
 
 
 def mismatched_pack(pack: Pack, shares: bool) -> dict[str, torch.Tensor] | None:

@@ -1,110 +1,120 @@
-"""What a run minimizes: how its steps are collated, added up and divided."""
+"""What a run minimizes: the columns of its packs, and the loss of its steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from typing_extensions import override
-from verl.utils.device import get_device_id
 
-from verl_ext.data import CategoryTable, PackDataset
-from verl_ext.data.preference import PreferenceDataSet
-from verl_ext.losses import PREFERENCE_MODES, LossOptions, LossSpec, PreferenceOptions, kto_baseline
-from verl_ext.metrics import PreferenceSums, StepSums
-from verl_ext.trainer.batch import StepBatch, StepCollator
+from verl_ext.data.families.preference import PreferenceDataSet
+from verl_ext.losses import (
+    PREFERENCE_MODES,
+    LossOptions,
+    LossSpec,
+    PreferenceOptions,
+    kto_baseline,
+    pack_coefficients,
+)
+from verl_ext.metrics import PREFERENCE_VALUES, TARGET_SUMS, Measures, StepSums
+from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.loss import ProbabilityLoss, StepLoss
-from verl_ext.trainer.preference import PreferenceBatch, PreferenceCollator, PreferenceLoss, mismatched_sums
-
-if TYPE_CHECKING:
-    from verl_ext.engines.step import StepEngine
-
-
-AllReduce = Callable[[torch.Tensor], None]
+from verl_ext.trainer.preference import NOTHING, PreferenceLoss, preference_columns
+from verl_ext.trainer.rank import DataParallelRank
+from verl_ext.trainer.texts import LossColumns, PackTexts
 
 
 class Objective:
     """A mean of token losses.
 
-    terms: the number of its normalisers. has_dropout: whether it keeps the model's dropout. has_reference: whether
-    answers are compared with those of a reference. has_baseline: whether a step measures mismatched answers first.
+    has_noise: whether it keeps the model's dropout and other noise. has_reference: whether answers are compared with
+    those of a reference. measures: what a step adds up. nothing: the columns of no text. mismatched: the objective of
+    the mismatched answers that a step measures first; None without any. answer_facts: the options that decide the sums
+    of answers.
     """
 
-    terms: ClassVar[int] = 1
-    has_dropout: ClassVar[bool] = True
-    has_reference = has_baseline = False
+    has_noise: ClassVar[bool] = True
+    has_reference = False
+    measures = Measures()
+    nothing = LossColumns({"coefficient": np.zeros(0)}, [0.0])
+    mismatched: "PreferenceObjective | None" = None
+    answer_facts: Sequence[Any] = ()
 
     def __init__(self, options: LossOptions) -> None:
         self.options = options
 
     def learns(self, normalisers: Sequence[float]) -> bool:
         """Tell whether a step with these normalisers has anything to learn."""
-        return normalisers[0] > 0
+        weights = self.measures.terms.values()
+        return any(weight > 0 and z > 0 for weight, z in zip(weights, normalisers, strict=True))
 
-    def data_problem(self, dataset: PackDataset) -> str | None:
+    def data_problem(self, dataset: Any) -> str | None:
         """Return a line if the objective cannot use a dataset's documents."""
         return None
 
-    def data_notices(self, dataset: PackDataset) -> Iterator[str]:
+    def data_notices(self, dataset: Any) -> Iterator[str]:
         """Warn about documents that are allowed but may be unintended."""
         yield from ()
 
-    def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
-        """Return the collator of a dataset's packs; an idle rank runs `idle_tokens`."""
-        return StepCollator(*self._of_dataset(dataset, idle_tokens))
+    def columns(self, texts: PackTexts, spec: LossSpec) -> LossColumns:
+        """Return what the loss makes of a pack's texts."""
+        weight = texts.columns.get("loss_weight")
+        share = pack_coefficients(spec, texts.is_target, texts.category, texts.offsets, weight, texts.real)
+        return LossColumns({"coefficient": share.coefficients}, [share.normaliser], texts.is_target)
 
-    def _of_dataset(self, dataset: PackDataset, idle_tokens: int) -> tuple[LossSpec, CategoryTable, int, bool, bool]:
-        facts, categories = dataset.facts(), dataset.categories
-        spec = self.options.spec(categories.names)
-        return spec, categories, idle_tokens, facts.last_is_label, facts.shared is not None
-
-    def sums(self, categories: int, device: torch.device | str) -> StepSums:
-        """Return sums that are all zero."""
-        return StepSums.zeros(categories, device)
-
-    def loss(
+    def begin(
         self,
-        normalisers: Sequence[float],
-        data_parallel_size: int,
+        batches: Iterable[StepBatch],
+        rank: DataParallelRank,
+        normalisers: Sequence[float] | None = None,
         sums: StepSums | None = None,
-        kept: list[torch.Tensor] | None = None,
+        losses: list[torch.Tensor] | None = None,
     ) -> StepLoss:
-        """Return the loss of a step with these normalisers."""
+        """Return the loss of batches that form a whole, after measuring what it depends on; collective.
+
+        batches: equally many on every rank; none: nothing is measured.
+        normalisers: Z of each term. None: the loss of parts that their sums alone will divide, as in validation, which
+        no probabilities weigh. sums, losses: as in :class:`StepLoss`.
+        """
+        if normalisers is None:
+            return StepLoss(1.0, 1, sums, losses)
         of_step = ProbabilityLoss if self.options.by_probability else StepLoss
-        return of_step(normalisers[0], data_parallel_size, sums, kept)
+        return of_step(normalisers[0], rank.size, sums, losses)
 
-    def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", all_reduce: AllReduce, size: int) -> None:
-        """Measure what the loss of the whole of these batches depends on; collective.
+    def mismatched_sums(self, batch: StepBatch, rank: DataParallelRank) -> list[torch.Tensor]:
+        """Return x of mismatched answers by pack slot, float64 each on the device; none for other losses.
 
-        all_reduce: adds up over the data-parallel ranks, in place. size: the packs of a micro-batch.
+        A sequence-parallel group has the same on each of its ranks.
         """
-
-    def loss_of_parts(self, sums: StepSums | None = None) -> StepLoss:
-        """Return the loss of a part of a whole that only its sums will divide.
-
-        It is that of validation, which no probabilities weigh.
-        """
-        return StepLoss(1.0, 1, sums)
+        if self.mismatched is None or (others := batch.mismatched) is None:
+            return []
+        loss = self.mismatched.begin((), rank, sums=rank.sums(others))
+        rank.engine.evaluate(rank.micro_batches(others, loss), loss)
+        return list(torch.cat(loss.answer_sums).split(list(others.document_counts)))
 
 
 class PreferenceObjective(Objective):
     """A loss of preferences, with likelihoods beside it."""
 
-    terms, has_dropout = 3, False
-    _baseline: torch.Tensor | float = 0.0
+    has_noise = False
+    nothing = NOTHING
     options: PreferenceOptions
 
     def __init__(self, options: PreferenceOptions) -> None:
         super().__init__(options)
-        self.has_reference, self.has_baseline = options.of_mode.has_reference, options.formula is None
+        self.has_reference = options.of_mode.has_reference
+        self.answer_facts = options.chosen_length, options.tail_weight
+        if options.formula is None:  # a step reads the sums of these answers alone
+            labels: Any = {"mode": "apo_zero", "desirable_weight": 1.0, "undesirable_weight": 1.0}
+            self.mismatched = PreferenceObjective(replace(options, **labels))
+        weights = {"preference": 1.0, "chosen_nll": options.likelihood_weight, "document_nll": options.sft_weight}
+        values = [name for name in PREFERENCE_VALUES if self.has_reference or name != "chosen_drop"]
+        self.measures = Measures(weights, (*TARGET_SUMS, *values))
 
-    def learns(self, normalisers: Sequence[float]) -> bool:
-        """Tell whether a step with these normalisers has anything to learn."""
-        weights = 1.0, self.options.likelihood_weight, self.options.sft_weight
-        return any(weight > 0 and z > 0 for weight, z in zip(weights, normalisers, strict=True))
-
-    def data_problem(self, dataset: PackDataset) -> str | None:
+    @override
+    def data_problem(self, dataset: PreferenceDataSet) -> str | None:
         """Return a line for answers with a label alone where the mode compares, and for no answer at all."""
-        assert isinstance(dataset, PreferenceDataSet)
         pairs, alone = dataset.num_pairs, dataset.num_alone
         takes = self.options.of_mode.takes_labels
         if alone and not takes:
@@ -113,64 +123,58 @@ class PreferenceObjective(Objective):
             return f"loss.mode must be one of {modes} for answers with a label alone; {got}"
         if not pairs and not (alone and takes):
             return f"{dataset.key} must have pairs in its packs with loss.mode={self.options.mode}; got none"
-        if self.has_baseline and not dataset.packs_of_several:
+        if self.mismatched and not dataset.packs_of_several:
             must = f"data.max_tokens must hold the answers to two prompts of {dataset.key} with loss.mode=kto, whose"
             return f"{must} baseline is that of each answer after another prompt; got {dataset.max_tokens}"
         return None
 
     @override
-    def data_notices(self, dataset: PackDataset) -> Iterator[str]:
-        assert isinstance(dataset, PreferenceDataSet)
-        if self.has_baseline and (alone := len(dataset) - dataset.packs_of_several):
+    def data_notices(self, dataset: PreferenceDataSet) -> Iterator[str]:
+        if self.mismatched and (alone := len(dataset) - dataset.packs_of_several):
             yield (
                 f"{alone:,} of {len(dataset):,} packs of {dataset.key} hold no answers to a second prompt, and add "
                 "nothing to the baseline of loss.mode=kto: more data.max_tokens would hold more"
             )
 
-    def collator(self, dataset: PackDataset, idle_tokens: int = 1) -> StepCollator:
-        """Return the collator of a dataset's packs of units."""
-        return PreferenceCollator(*self._of_dataset(dataset, idle_tokens), options=self.options)
-
-    def sums(self, categories: int, device: torch.device | str) -> PreferenceSums:
-        """Return sums that are all zero."""
-        sums = PreferenceSums.zeros(categories, device)
-        sums.weights = self.options.likelihood_weight, self.options.sft_weight
-        sums.has_reference = self.has_reference
-        return sums
-
-    def measure(self, batches: Iterable[StepBatch], engine: "StepEngine", all_reduce: AllReduce, size: int) -> None:
-        """Measure the baseline of kto, the mean log-ratio of mismatched answers, at least 0."""
-        if not self.has_baseline:
-            return
-        parts: list[torch.Tensor] = []
-        device: Any = get_device_id()
-        for batch in batches:
-            assert isinstance(batch, PreferenceBatch)
-            assert batch.mismatched is not None, "the collator of kto makes them"
-            sums = self.sums(batch.categories, device)
-            x = torch.cat(mismatched_sums(batch.mismatched, engine, sums, self.options, size))
-            parts.append(torch.stack([x.sum() - batch.mismatched_reference, x.new_full((), len(x))]))
-        total = torch.stack(parts).sum(0)
-        all_reduce(total)
-        self._baseline = kto_baseline(total[0], total[1], self.options.scale)
-
-    def loss(
-        self,
-        normalisers: Sequence[float],
-        data_parallel_size: int,
-        sums: StepSums | None = None,
-        kept: list[torch.Tensor] | None = None,
-    ) -> PreferenceLoss:
-        """Return the loss of a step with these normalisers."""
-        assert sums is None or isinstance(sums, PreferenceSums)
-        of_step = normalisers, data_parallel_size, sums, kept
-        return PreferenceLoss(*of_step, options=self.options, baseline=self._baseline)
+    @override
+    def columns(self, texts: PackTexts, spec: LossSpec) -> LossColumns:
+        return preference_columns(texts, spec, self.options)
 
     @override
-    def loss_of_parts(self, sums: StepSums | None = None) -> StepLoss:
-        return self.loss([1.0] * self.terms, 1, sums)
+    def begin(
+        self,
+        batches: Iterable[StepBatch],
+        rank: DataParallelRank,
+        normalisers: Sequence[float] | None = None,
+        sums: StepSums | None = None,
+        losses: list[torch.Tensor] | None = None,
+    ) -> PreferenceLoss:
+        size = 1 if normalisers is None else rank.size
+        return PreferenceLoss(
+            data_parallel_size=size,
+            sums=sums,
+            losses=losses,
+            options=self.options,
+            normalisers=[1.0] * 3 if normalisers is None else normalisers,
+            baseline=self._baseline(batches, rank) if self.mismatched else 0.0,
+        )
+
+    def _baseline(self, batches: Iterable[StepBatch], rank: DataParallelRank) -> torch.Tensor | float:
+        """Measure z of kto, the mean log-ratio of mismatched answers, at least 0."""
+        parts: list[torch.Tensor] = []
+        for batch in batches:
+            x = torch.cat(self.mismatched_sums(batch, rank))
+            parts.append(torch.stack([x.sum() - batch.mismatched_reference, x.new_full((), len(x))]))
+        if not parts:
+            return 0.0
+        total = torch.stack(parts).sum(0)
+        rank.all_reduce(total)
+        return kto_baseline(total[0], total[1], self.options.scale)
+
+
+_OBJECTIVES: dict[type[LossOptions], type[Any]] = {LossOptions: Objective, PreferenceOptions: PreferenceObjective}
 
 
 def objective_of(options: LossOptions) -> Objective:
     """Return the objective that `loss` names."""
-    return PreferenceObjective(options) if isinstance(options, PreferenceOptions) else Objective(options)
+    return _OBJECTIVES[type(options)](options)

@@ -4,7 +4,7 @@ It is a dict of plain numbers, which rank 0 prints once (:mod:`verl_ext.trainer.
 run as data_report.json.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +23,24 @@ Facts = dict[str, Any]
 def what_runs(config: "RunConfig", backend: str, head: str) -> str:
     """Describe the run in one line.
 
-    `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused · decay 0.01 on all`
+    `8 × NVIDIA H200 · bf16 · attention varlen (FA3) · head fused · AdamW fused · rate 1e-05, cosine to 1e-06 · warm-up
+    3% · decay 0.01 on all`
     """
     name = "CPU (gloo)" if config.trainer.device == "cpu" else config.machine.gpu
     kernel, head, optimizer = implementations(config, backend, head)
     ranks, dtype = config.machine.world_size, config.param_dtype
     parts = [f"{ranks} × {name}", dtype, f"attention {kernel}", f"head {head}", optimizer]
-    optim = config.optim
-    parts += [f"decay {optim.weight_decay:g} on {optim.decay}"] if optim.weight_decay else []
-    return " · ".join(parts)
+    return " · ".join([*parts, *([] if config.trainer.eval_only else _optimization(config.optim))])
+
+
+def _optimization(optim: Any) -> Iterator[str]:
+    """Yield a run's rate with its schedule, its warm-up and its decay."""
+    floor = (optim.min_lr_ratio or 0) * optim.lr
+    falls = "" if optim.lr_scheduler_type == "constant" else f" to {floor:g}"
+    yield f"rate {optim.lr:g}, {optim.lr_scheduler_type}{falls}"
+    steps, share = optim.lr_warmup_steps or 0, optim.lr_warmup_steps_ratio
+    yield f"warm-up {steps} steps" if steps > 0 else f"warm-up {share:.3g} of the steps" if share else "no warm-up"
+    yield f"decay {optim.weight_decay:g} on {optim.decay}" if optim.weight_decay else "no decay"
 
 
 def implementations(config: "RunConfig", backend: str, head: str) -> tuple[str, str, str]:

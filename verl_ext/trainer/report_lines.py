@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_ext.data.mixture import mixture_table
+from verl_ext.data.packs.mixture import mixture_table
 from verl_ext.tables import aligned
 
 Facts = Mapping[str, Any]
@@ -33,6 +33,20 @@ def _data_lines(name: str, facts: Facts) -> Iterator[str]:
         f"{name}: {documents}, {tokens} ({facts['target_tokens']:,} targets) "
         f"in {facts['packs']:,} packs of {facts['max_tokens']:,}, {facts['fill']:.1%} full"
     )
+    if "units" in facts:
+        named = {
+            "pairs": "pairs",
+            "labels": "answers with a label",
+            "documents_alone": "documents that are not answers",
+        }
+        counted = ", ".join(f"{facts[key]:,} {what}" for key, what in named.items() if facts[key])
+        learnt = ", which are learnt like those of SFT (loss.sft_weight)" if facts["documents_alone"] else ""
+        yield f"{name}: {facts['units']:,} units: {counted}{learnt}"
+    if facts.get("computed_tokens") == facts["tokens"]:
+        yield (
+            f"{name}: data.share_prefixes=true shares nothing: no documents of a pack begin with the same "
+            "data.share_least tokens; a smaller number shares shorter beginnings"
+        )
     if "share_computed" in facts:
         share = f"{facts['share_computed']:.0%} of its tokens"
         yield f"{name}: documents begin alike: data.share_prefixes=true would compute about {share}"

@@ -1,7 +1,7 @@
 """Stop requests by signal, and the end of torchrun or the launcher.
 
 A request is a SIGTERM, SIGINT or SIGUSR1 to any rank, to torchrun, which forwards it to the ranks of its node, or to
-the launcher, which writes it into a file that the ranks read (verl_ext/launch/run.py).
+the launcher, which writes it into a file that the ranks read (launch/protocol.py).
 
 Before training, the first request ends a rank at once. In training it sets a flag. The ranks agree on it while they sum
 Z of the next step, save the last completed step and end together. A second request ends a rank at once, without a
@@ -21,10 +21,9 @@ from pathlib import Path
 
 import psutil
 
-from verl_ext.launch.torchrun import STOPPED, TRAINING_FAILED, is_running
-from verl_ext.trainer.distributed import end_rank, wait_unless_local_rank0
+from verl_ext.launch.protocol import SIGNALS, STOP, STOPPED, UNFINISHED, Ending, Launcher, is_running
+from verl_ext.trainer.distributed import end, wait_unless_local_rank0
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _WATCH_SECONDS = 1.0
 _ECHO_SECONDS = 5.0  # a scheduler's signal also arrives through torchrun and the launcher
 _LAUNCHER_ECHO_SECONDS = 2 * _WATCH_SECONDS  # timeout(1) sends its signal to a command and to its group
@@ -48,15 +47,16 @@ class StopRequests:
 
     def listen(self) -> None:
         """Handle signals and watch the parents; for the main thread only."""
+        launcher = Launcher.from_environment()
         if "TORCHELASTIC_RUN_ID" in os.environ:  # under srun or in a notebook, a run may outlive its parent
             # If torchrun was killed while this rank imported torch, the environment has its id, and this process has
             # another parent. A script between torchrun and this process is another parent too.
-            torchrun = int(os.environ.get("VERL_EXT_TORCHRUN", os.getppid()))
+            torchrun = launcher.torchrun or os.getppid()
             self._torchrun = os.getppid() if is_running(torchrun) else torchrun
-        if "VERL_EXT_REQUESTS" in os.environ:
-            self._folder, self._launcher = Path(os.environ["VERL_EXT_REQUESTS"]), int(os.environ["VERL_EXT_LAUNCHER"])
+        if launcher.folder is not None:
+            self._folder, self._launcher = Path(launcher.folder), launcher.pid
             if os.environ.get("LOCAL_RANK") == "0":  # torchrun may have restarted the ranks
-                (self._folder / "unfinished").unlink(missing_ok=True)
+                (self._folder / UNFINISHED).unlink(missing_ok=True)
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -70,13 +70,13 @@ class StopRequests:
         """Tell the node's launcher that the run is unfinished; one rank suffices."""
         if self._folder is not None:
             with suppress(OSError):
-                (self._folder / "unfinished").touch()
+                (self._folder / UNFINISHED).touch()
 
     @property
-    def exit_code(self) -> int:
-        """The exit code of a stop; 0 with a launcher or restarts."""
+    def ending(self) -> Ending:
+        """The end by a stop; its code is 0 with a launcher, which has its own, or with restarts."""
         would_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        return 0 if self._folder is not None or would_restart else STOPPED  # the launcher gives its own
+        return Ending(code=0 if self._folder is not None or would_restart else STOPPED)
 
     def _watch(self) -> None:
         read = 0  # lines of the launcher's file
@@ -88,18 +88,23 @@ class StopRequests:
             names: list[str] = []
             with suppress(OSError):
                 if self._folder is not None:
-                    names = (self._folder / "stop").read_text().split()
+                    names = (self._folder / STOP).read_text().split()
             for name in names[read:]:
                 before = names[read - 1] if read else None
                 echo = _ECHO_SECONDS if before is None else _LAUNCHER_ECHO_SECONDS if name == before else 0.0
                 self._got(name, getattr(signal, name), echo)
                 read += 1
-            self._end_with_parents()
+            # This process must not run on beside the next run.
+            if self._torchrun is not None and os.getppid() != self._torchrun:
+                end(Ending(f"torchrun (process {self._torchrun}) is gone, which ends its ranks", scope="rank"))
+            if self._launcher is not None and not is_running(self._launcher):
+                end(Ending(f"the launcher (process {self._launcher}) is gone, which ends its ranks", scope="rank"))
 
     def _got(self, name: str, number: int, echo: float = _ECHO_SECONDS) -> None:
         """Handle a request; within `echo` seconds it may be a repetition."""
         if number == signal.SIGTERM and self._torchrun is not None and _a_rank_ended(self._torchrun):
-            end_rank(0)  # torchrun ends the node's ranks after a failure, and names those that end with an error
+            # torchrun ends the node's ranks after a failure, and names those that end with an error.
+            end(Ending(code=0, scope="rank"))
         now = time.monotonic()
         if self.pending is None:
             self.pending, self._at = name, now
@@ -111,14 +116,7 @@ class StopRequests:
     def _end(self, message: str, number: int) -> None:
         self.write_unfinished_marker()
         wait_unless_local_rank0(_WATCH_SECONDS)
-        end_rank(128 + number, message)
-
-    def _end_with_parents(self) -> None:
-        """End with torchrun or the launcher, not beside the next run."""
-        if self._torchrun is not None and os.getppid() != self._torchrun:
-            end_rank(TRAINING_FAILED, f"torchrun (process {self._torchrun}) is gone, which ends its ranks")
-        if self._launcher is not None and not is_running(self._launcher):
-            end_rank(TRAINING_FAILED, f"the launcher (process {self._launcher}) is gone, which ends its ranks")
+        end(Ending(message, 128 + number, "rank"))
 
 
 def end_for_parent_alone(*_: object) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ import torch.distributed as dist
 from verl.workers.engine_workers import TrainingWorker
 
 from verl_ext.attention.packed import set_backend
-from verl_ext.checkpoint.layout import FLIGHT_RECORDER, Manifest, lock_folder, remove_run_files, remove_unfinished
+from verl_ext.checkpoint.layout import FLIGHT_RECORDER, lock_folder, remove_run_files, remove_unfinished
+from verl_ext.checkpoint.resume import OutputAction
 from verl_ext.checkpoint.save import Checkpoints
-from verl_ext.config.run import worker_config
+from verl_ext.config.resolve import worker_config
 from verl_ext.engines.step import StepEngine
-from verl_ext.layers.dropout import switch_dropout_off
+from verl_ext.launch.protocol import Ending
+from verl_ext.layers.dropout import no_draws, switch_noise_off
 from verl_ext.losses import HEADS
 from verl_ext.plugin import select_engine
 from verl_ext.progress import StepProgress
@@ -31,10 +33,10 @@ from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.distributed import at_exit, limit_collectives, user_errors_end_the_run
 from verl_ext.trainer.evaluation import Evaluation, write_evaluation
 from verl_ext.trainer.hang import watch
-from verl_ext.trainer.hooks import Hook, StepOutcome, hook_classes
-from verl_ext.trainer.loader import DataParallelRank, loader_deaths_reported
-from verl_ext.trainer.loss import StepLoss
-from verl_ext.trainer.reference import add_reference, begins_with_reference, check_first_step
+from verl_ext.trainer.hooks import Hook, StepOutcome, closing, hook_classes, load_states, states_of
+from verl_ext.trainer.loader import PackLoader, loader_deaths_reported, run_batches
+from verl_ext.trainer.rank import DataParallelRank
+from verl_ext.trainer.reference import ReferenceScorer, begins_with_reference, check_first_step, scored_sets
 from verl_ext.trainer.run import Run
 from verl_ext.trainer.signals import requests
 
@@ -89,21 +91,25 @@ class SFTTrainer:
         self.client = self._build_client()
         assert isinstance(self.client.engine, StepEngine)
         self.engine: StepEngine = self.client.engine
-        self.rank = DataParallelRank(run, self.engine)
+        packs, head_flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
+        self.rank = DataParallelRank(self.engine, packs, head_flags)
         self.evaluation = None
         if run.validation is not None:
             self.evaluation = Evaluation(run, run.validation, self.engine, self.rank)
         self.answers = None if run.prompts is None else Answers(run, run.prompts, self.engine)
         if self.is_rank0:
             self._say_which_head()
-        if run.replaces_output and self.is_rank0:
-            remove_run_files(run.output)  # after the weights are read, so that a failure there costs no earlier run
+        self._hook_classes = hook_classes([*self.config.trainer.hooks, *run.model.kind.hooks])
+        files = [name for hook in self._hook_classes for name in hook.files]
+        if run.action is OutputAction.REPLACE and self.is_rank0:
+            remove_run_files(
+                run.output, files
+            )  # after the weights are read, so that a failure there costs no earlier run
         if locks:
-            remove_unfinished(run.output)
+            remove_unfinished(run.output, files)
         dist.barrier()
         # Saving threads are joined through the watch, which would else take the wait for a hang.
-        self.run_state = run.run_state()
-        self.checkpoints = Checkpoints(self.config, self.engine, self.run_state, run.checkpoint, watch.join, run.chats)
+        self.checkpoints = Checkpoints(self.config, self.engine, run.identity, run.checkpoint, watch.join, run.chats)
         self.first_step, self._at_reference = 0, False
         # One host group serves all steps, so it has the longest of their limits.
         limit = max(map(self.config.trainer.collective_timeout, (True, False)))
@@ -120,11 +126,15 @@ class SFTTrainer:
 
     def _build_client(self) -> TrainingWorker:
         """Build verl's worker around the engine of the model."""
-        select_engine(self.run.model.kind.engine_vendor)
+        select_engine(self.run.model.kind.engine_vendor, self.run.model.kind.engine_module)
         set_backend(self.config.attention.backend)
         torch.manual_seed(self.config.trainer.seed)  # new adapters start from it, equally on every rank
         client = self._build_worker(self.config.values)
-        self._switch_dropout_off(client.engine)
+        if not self.run.objective.has_noise:
+            switch_noise_off(cast(Any, client.engine).module)
+            if self.is_rank0:
+                note = "answers are compared as in evaluation: dropout and other noise of training are off"
+                print(f"note: {note}", file=sys.stderr, flush=True)
         if self.config.engine.full_determinism and self.run.model.backend == "varlen":
             torch.use_deterministic_algorithms(True)  # after verl's, whose warn_only leaves varlen's backward as it is
         return client
@@ -135,14 +145,6 @@ class SFTTrainer:
             worker = TrainingWorker(worker_config(values, self.run.schedule_steps))
             worker.reset()
         return worker
-
-    def _switch_dropout_off(self, engine: Any) -> None:
-        """Switch dropout off where the objective does without, and say so."""
-        if self.run.objective.has_dropout:
-            return
-        if (names := switch_dropout_off(engine.module)) and self.is_rank0:
-            why = "two answers would be compared under different masks"
-            print(f"note: dropout is off ({', '.join(names)}): {why}", file=sys.stderr, flush=True)
 
     def _say_which_head(self) -> None:
         """Print a note if the head needs more memory than printed before.
@@ -164,39 +166,36 @@ class SFTTrainer:
 
         Before it, answers get the sums of their reference, which needs the weights that the run begins with.
         """
-        run, state = self.run, self.run.run_state()
-        if run.checkpoint is not None and not self.config.trainer.eval_only:  # its packs are in the groups of that run
-            state.load_state_dict(Manifest.from_folder(run.checkpoint).run_state)
-            run = run.grouped(state.grouping)
-        add_reference(run, self.engine, lambda values: self._build_worker(values).engine)
+        with contextlib.closing(ReferenceScorer(self.run, self.engine, self._build_worker)) as reference:
+            for scored in scored_sets(self.run):
+                reference.score(scored)
         with user_errors_end_the_run():
             self.first_step = self.checkpoints.resume()
         self._at_reference = self.first_step == 0 and begins_with_reference(self.run)
 
     def fit(self) -> bool:
         """Train to the last step; return False if stopped earlier by a request."""
-        self.progress = StepProgress(self.first_step, self.run.total_steps, self.is_rank0)
-        grouping = self.run_state.grouping
-        if grouping != self.run.grouping:  # the checkpoint's grouping, from another layout of ranks
-            self.progress.say(f"packs stay grouped as the run began: {grouping['group_size']} of like cost")
-        self.run = self.run.grouped(grouping)
-        self.last_step = self.run.total_steps  # a hook may lower it to the step that is done
-        try:
-            self.hooks = [hook(self) for hook in hook_classes(self.config.trainer.hooks)]
-            with user_errors_end_the_run():  # such as a tracker without a login, or a full disk
-                for hook in self.hooks:
-                    hook.pre_train()
-            with loader_deaths_reported(files=self.run.files):
-                is_complete = self._train()
-        finally:
-            watch.end()
-        for hook in self.hooks:
-            hook.close()
-        return is_complete
+        run = self.run
+        self.progress = StepProgress(self.first_step, run.total_steps, self.is_rank0)
+        self.last_step = run.total_steps  # a hook may lower it to the step that is done
+        with closing(at_exit) as begun:
+            try:
+                self.hooks = [hook(self) for hook in self._hook_classes]
+                with user_errors_end_the_run():  # such as a tracker without a login, or a full disk
+                    for hook in self.hooks:
+                        hook.pre_train()
+                        begun.append(hook)
+                    if run.checkpoint is not None:
+                        for line in load_states(self.hooks, run.checkpoint.manifest.hooks):
+                            self.progress.say(line)
+                    states_of(self.hooks)  # a state that cannot be saved is found before the first step
+                with loader_deaths_reported(files=run.files):
+                    return self._train()
+            finally:
+                watch.end()
 
     def _train(self) -> bool:
-        run = self.run
-        self._batches = iter(self.rank.batches(run.train_set, run.plan, self.first_step, self.last_step))
+        self._batches = iter(self.batches(self.first_step, self.last_step))
         requests.in_training = True
         self._next_batch = next(self._batches, None)
         self.ask_ranks()
@@ -222,6 +221,10 @@ class SFTTrainer:
         for hook in self.hooks:
             hook.post_train()
         return True
+
+    def batches(self, first_step: int, last_step: int) -> PackLoader:
+        """Load this rank's batches from ``first_step`` to ``last_step - 1``."""
+        return run_batches(self.run, self.rank, self.run.train_set, self.run.plan, first_step, last_step)
 
     def _seed_step(self, step: int) -> None:
         """Seed dropout for one step, from `trainer.seed`, the step and this rank.
@@ -258,7 +261,15 @@ class SFTTrainer:
             checks, self._at_reference = self._at_reference, False
             sums = self.rank.sums(batch) if summed or checks else None
             nll: list[torch.Tensor] | None = None if self.config.trainer.spike_factor is None else []
-            grad_norm, loss = self._update(batch, (normalisers, self.rank.size, sums, nll))
+            with self.engine.train_mode():
+                loss = self.run.objective.begin([batch], self.rank, normalisers, sums, nll)
+                micro_batches = self.rank.micro_batches(batch, loss, token_stats=sums is not None)
+                self.engine.optimizer_zero_grad()
+                noise = f"loss.mode={self.config.loss.mode} must compare answers without noise; the model draws some"
+                with contextlib.nullcontext() if self.run.objective.has_noise else no_draws(Ending(noise)):
+                    self.engine.accumulate(micro_batches, loss)
+                self._next_batch = next(self._batches, None)  # while the device computes, before the optimizer waits
+                grad_norm = self.engine.optimizer_step()
             if checks:
                 check_first_step(self.run, batch, loss)
             sums = sums and sums.reduced(self.rank.all_reduce)
@@ -267,21 +278,6 @@ class SFTTrainer:
             sums, grad_norm, nll = None, math.nan, None
         self.engine.lr_scheduler_step()  # the schedule counts all steps, including skipped ones
         return StepOutcome(batch, grad_norm, lr, sums, nll)
-
-    def _update(self, batch: StepBatch, of_loss: tuple[Any, ...]) -> tuple[float, StepLoss]:
-        """Compute gradients and run the optimizer; return the gradient norm before clipping, and the loss.
-
-        of_loss: the arguments of :meth:`Objective.loss`.
-        """
-        size, flags = self.config.data.micro_batch_size_per_gpu, self.config.loss.head_flags
-        with self.engine.train_mode():
-            self.run.objective.measure([batch], self.engine, self.rank.all_reduce, size)
-            loss = self.run.objective.loss(*of_loss)
-            micro_batches = list(batch.micro_batches(size, token_stats=loss.sums is not None, **flags, **loss.flags))
-            self.engine.optimizer_zero_grad()
-            self.engine.accumulate(micro_batches, loss)
-            self._next_batch = next(self._batches, None)  # while the device computes; the optimizer's step waits for it
-            return self.engine.optimizer_step(), loss
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Pass metrics to the hooks that log them."""

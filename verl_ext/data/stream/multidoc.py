@@ -20,20 +20,21 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from verl_ext.cache import Arrays, default_root, fingerprint
-from verl_ext.data.categories import CategoryTable
-from verl_ext.data.dataset import DIGEST, PackDataset, PackedDocument, PackFacts
-from verl_ext.data.files_in_use import DataFile
-from verl_ext.data.omitted import OmittedDocuments
-from verl_ext.data.options import DatasetOptions, RunLength
-from verl_ext.data.ranks import ONE_RANK, Ranks, arrays_of_ranks
+from verl_ext.data.packs.dataset import DIGEST, PackDataset, PackedDocument, PackFacts
+from verl_ext.data.packs.omitted import OmittedDocuments
+from verl_ext.data.packs.options import DatasetOptions, RunLength
 from verl_ext.data.stream.megatron.blend import BLEND_RULES
 from verl_ext.data.stream.plans import LABEL_TOKENS, StreamPlan, WindowPlan
 from verl_ext.data.stream.sources import SourceFinder, is_path, read_blend
+from verl_ext.data.tokenized.categories import CategoryTable
+from verl_ext.data.tokenized.files_in_use import DataFile
+from verl_ext.data.tokenized.ranks import ONE_RANK, Ranks, arrays_of_ranks, together
 from verl_ext.files import file_state
 from verl_ext.options import option, plain
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.packing.strategies import MOST_TOKENS
 from verl_ext.text.encoder_texts import TextOptions
+from verl_ext.text.read.sources import is_there
 
 CACHE = "verl_ext_multidoc"
 # The name of a document stream's length in a checkpoint.
@@ -118,6 +119,23 @@ class MultiDocOptions(DatasetOptions, TextOptions):
                 read_blend(self.blend)
             except ValueError as error:
                 yield str(error)
+
+    @override
+    def path_problems(self, key: str, paths: Any) -> Iterable[str]:
+        if key == "data.train_dir" and self.blend is not None:
+            key, paths = "data.blend", [path for _, path in read_blend(self.blend)]
+        for path in _flat(plain(paths)):
+            if path and not (is_there(str(path)) or is_there(f"{path}.idx")):
+                yield f"{key} must name texts or an index; {path} does not exist"
+
+
+def _flat(paths: Any) -> Iterable[Any]:
+    """Yield each path of a path, a list, or paths by name."""
+    if not isinstance(paths, (list, tuple, Mapping)):
+        yield paths
+        return
+    for each in paths.values() if isinstance(paths, Mapping) else paths:
+        yield from _flat(each)
 
 
 class MultiDocDataset(PackDataset):
@@ -228,14 +246,15 @@ class MultiDocDataset(PackDataset):
             raise ValueError(f"data.num_samples must be null with data.sampling={chosen}; got {asked_samples}")
         return chosen
 
-    @cached_property
-    def token_range(self) -> tuple[int, int]:
-        """The lowest and the highest token id."""
-        self.read_together(ONE_RANK)
-        return vars(self)["token_range"]
-
     @override
     def read_together(self, ranks: Ranks) -> None:
+        self.token_range(ranks)
+
+    @together
+    def token_range(self, ranks: Ranks | None) -> tuple[int, int]:
+        """Return the lowest and the highest token id; each rank reads its share, and the cache keeps it."""
+        ranks = ranks or ONE_RANK
+
         def read() -> Arrays:
             with ranks.guard():
                 part = [source.token_range(ranks.rank, ranks.size) for source in self.sources]
@@ -245,7 +264,8 @@ class MultiDocDataset(PackDataset):
         with ranks.guard():
             files = [[*map(file_state, source.index.files), source.index.digest] for source in self.sources]
         arrays = arrays_of_ranks(ranks, f"range-{fingerprint(files)}", read, self._root)
-        self.token_range = tuple(arrays["token_range"].tolist())
+        lowest, highest = arrays["token_range"].tolist()
+        return lowest, highest
 
     def __len__(self) -> int:
         return self._num
@@ -306,7 +326,7 @@ class MultiDocDataset(PackDataset):
         options = self.plan_options()
         if NUM_SAMPLES in options:
             options[NUM_SAMPLES] = planned
-        facts = [parts, self.token_range, self.options.seq_len, self._seed, num_samples, options]
+        facts = [parts, self.token_range(), self.options.seq_len, self._seed, num_samples, options]
         return fingerprint(facts, digits=16)
 
     @override
@@ -341,7 +361,7 @@ class MultiDocDataset(PackDataset):
             targets=targets,
             documents=documents,
             costs=np.broadcast_to(cost.documents(lengths), len(tokens)),
-            token_range=self.token_range,
+            token_range=self.token_range(),
             longest_document=longest,
             last_is_label=self.last_is_label,
             is_ordered=self.is_ordered,

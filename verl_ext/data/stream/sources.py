@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.dataset import split_rows
-from verl_ext.data.omitted import OmittedDocuments
+from verl_ext.data.packs.dataset import split_rows
+from verl_ext.data.packs.omitted import OmittedDocuments
 from verl_ext.data.stream.megatron.blend import check_blend_weights
 from verl_ext.data.stream.megatron.index import SUFFIXES, IndexPart, TokenIndex
 from verl_ext.data.stream.megatron.samples import count_tokens
@@ -25,7 +25,14 @@ from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.files import REPORT, write_json
 from verl_ext.options import plain
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
-from verl_ext.text.read.sources import absolute_path, find_source_files, is_url, kind_of, without_compression
+from verl_ext.text.read.sources import (
+    absolute_path,
+    files_left_out,
+    find_source_files,
+    is_url,
+    kind_of,
+    without_compression,
+)
 from verl_ext.text.tokenizing import cached_tokens, tokens_fingerprint
 
 _RECORDS = "records.json"
@@ -38,6 +45,7 @@ class Source:
     weight: its share of a blend, None without a blend. documents: the numbers of its part of the split, None for all.
     For texts, bad_records counts the records without a document by reason, and special_tokens the records with names of
     special tokens, which are encoded as text. omitted_tokens: those between the two parts of a single document.
+    left_out: files of its folders that are not read, by their suffix.
     """
 
     name: str
@@ -48,6 +56,7 @@ class Source:
     special_tokens: int = 0
     documents: NDArray[np.int64] | None = None
     omitted_tokens: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -88,6 +97,7 @@ class Source:
         """
         for reason, count in sorted(self.bad_records.items()):
             yield OmittedDocuments(self.name, f"bad record: {reason}", count)
+        yield from (OmittedDocuments(self.name, f"file left out: {name}", n) for name, n in self.left_out.items())
         if self.special_tokens:
             yield OmittedDocuments(self.name, "special tokens encoded as text", self.special_tokens)
         if omitted := self.omitted_tokens:
@@ -219,6 +229,7 @@ class SourceFinder:
         of_texts = files, encoder, self.max_corpus_tokens
         folder = cached_tokens(self.root, lambda: f"text-{tokens_fingerprint(*of_texts)}", make, self.key)
         records = json.loads((folder / _RECORDS).read_text(encoding="utf-8"))
+        records["left_out"] = files_left_out(files)
         return Source(name, TokenIndex(folder / "text", self.key), weight, is_text=True, **records)
 
 

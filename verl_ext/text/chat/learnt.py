@@ -21,7 +21,7 @@ from verl_ext.text.chat.parts import (
     THINK_TAG,
     TOOL_CALL,
     RenderedChat,
-    has_tags,
+    number_of_tags,
     tagged_blocks,
 )
 from verl_ext.text.read.bad_record import BadRecord
@@ -154,7 +154,7 @@ def without_empty_blocks(chat: Chat) -> Chat:
 
 def closes_again(text: str, part: Part) -> bool:
     """Tell whether a part's first tag closes reasoning that is closed already."""
-    is_answer = part.kind in (ANSWER, EMPTY_REASONING) and has_tags(text[part.start : part.stop])
+    is_answer = part.kind in (ANSWER, EMPTY_REASONING) and number_of_tags(text[part.start : part.stop]) > 0
     if not is_answer or not (tag := THINK_TAG.search(text, part.start, part.stop)):
         return False
     return tag[0] in OPENER and text[max(part.start - 64, 0) : part.start].rstrip().endswith(tag[0])

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, TypeVar
 
 from verl_ext.options import UsageError, option, spell
 from verl_ext.text.read.bad_record import RecordOptions
+from verl_ext.text.records.fields import RESERVED_TEMPLATE_KWARGS
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.records import column_problems
-from verl_ext.text.records.shapes import RESERVED_TEMPLATE_KWARGS
 from verl_ext.text.tokens.tokenizer import ModelOptions, read_template
 
 OptionsT = TypeVar("OptionsT", bound="ChatOptions")
@@ -32,6 +32,11 @@ class ChatOptions(RecordOptions):
     )
     end_of_turn: str | None = option(
         None, "text that ends an assistant turn, and is a target; null: found from template and stop tokens"
+    )
+    end_of_chat: str = option(
+        "auto",
+        "token that ends chats whose last turn the template leaves open, and is a target: auto: the one with which "
+        "the next turn would begin, if generation stops at it | none | a token",
     )
     turns: str = option(
         "all",
@@ -91,6 +96,12 @@ class ChatOptions(RecordOptions):
     category_field: str | None = option(
         None, "field that holds a record's category; a record without it has its source's name"
     )
+    null_fields: str = option(
+        "present",
+        "fields that are null: present: they decide on a record's shape, and one that lacks an answer is bad | absent: "
+        "as if the record had no such field, for tables of several kinds of records",
+        choices=("present", "absent"),
+    )
     media: str = option(
         "error",
         "images, audio, video in records: error: a bad record | drop: the text is kept, the rest is counted",
@@ -129,6 +140,8 @@ class ChatOptions(RecordOptions):
             yield f"turns must be all with prompts=learn, which learns every part of a chat; got {self.turns}"
         if self.category_field == "":
             yield "category_field must name a field of the records, or be null; got ''"
+        if self.end_of_chat == "":
+            yield "end_of_chat must be auto, none or a token; got ''"
         if self.end_of_turn == "":
             yield "end_of_turn must be a text that ends a turn, or null; got ''"
         for name in RESERVED_TEMPLATE_KWARGS.intersection(self.apply_chat_template_kwargs):

@@ -9,20 +9,19 @@ its content are found by their TAGS, as is the empty thinking block that a templ
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from verl_ext.endpoint.reasoning import REASONING_TAGS
-from verl_ext.text.chat.marks import MarkedPlace, WordKind
+from verl_ext.text.chat.marks import Place, WordKind
 from verl_ext.text.chat.template import Span, any_of
 from verl_ext.text.read.bad_record import BadRecord
-from verl_ext.text.records.messages import REASONING_FIELDS, Chat, Stretch, TurnMask
+from verl_ext.text.records.messages import Chat, Stretch, TurnMask
+from verl_ext.text.records.reasoning import REASONING_TAGS
 
 ANSWER, REASONING, TOOL_CALL, END_OF_TURN = KINDS = ("answer", "reasoning", "tool_call", "end_of_turn")
 EMPTY_REASONING = "empty_reasoning"  # a block without words; a kind of reasoning
 PROMPT = "prompt"  # what stands around the assistant's turns
-_KIND_OF_WORDS = {WordKind.REASONING: REASONING, WordKind.CALLS: TOOL_CALL}  # others are an answer's
 # The tags that open and close reasoning or a call inside a text.
 TAGS = {**dict.fromkeys(REASONING_TAGS, REASONING), ("<tool_call>", "</tool_call>"): TOOL_CALL}
 _TAGS = tuple(tag for pair in TAGS for tag in pair)
@@ -64,37 +63,52 @@ class Target(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """A chat's text, targets in order, and kinds of unprinted words."""
+    """A chat's text, targets in order, and kinds of unprinted words.
+
+    appended: the end of the text that ends the last turn in place of the template.
+    """
 
     text: str
     targets: tuple[Target, ...] = ()
     unprinted: tuple[str, ...] = ()
+    appended: str = ""
 
     @property
     def spans(self) -> list[Span]:
         """The characters of each target."""
         return [(target.start, target.stop) for target in self.targets]
 
+    def moved(self, text: str, place: Callable[[int], int]) -> "RenderedChat":
+        """Return the chat as another text, in which `place` tells the places of this one's."""
+        targets = []
+        for start, stop, message, closed_by, borders, stretches in self.targets:
+            own = tuple([Border(place(end), kind, doubts) for end, kind, doubts in borders])
+            targets.append(Target(place(start), place(stop), message, closed_by, own, stretches))
+        return RenderedChat(text + self.appended, tuple(targets), self.unprinted, self.appended)
+
 
 def with_borders(
-    rendered: RenderedChat, chat: Chat, places: Sequence[MarkedPlace], special: re.Pattern[str]
+    rendered: RenderedChat,
+    chat: Chat,
+    places: Sequence[Place],
+    special: re.Pattern[str],
+    unfound_calls: Collection[int],
 ) -> RenderedChat:
     """Add every target's parts by its words' places and `special` tokens.
 
+    unfound_calls: the messages whose calls the template prints, but at a place that is not known.
     Raises `BadRecord` if characters with weights of their own cannot be found in the text.
     """
-    text, is_tagged = rendered.text, has_tags(rendered.text)
-    marked_calls = {place.words.message for place in places if place.words.kind is WordKind.CALLS}
+    text, is_tagged = rendered.text, number_of_tags(rendered.text) > 0
     targets, at = [], 0
     for target in rendered.targets:
         own = []
         while at < len(places) and places[at].first < target.stop:
-            if places[at].last >= target.start and places[at].words.message == target.message:
+            if places[at].last >= target.start and places[at].words.run == (target.message, False):
                 own.append(places[at])
             at += 1
         borders = _borders(text, target, own, special)
-        if chat.messages[target.message].get("tool_calls") and target.message not in marked_calls:
-            # The template prints calls of which no word could be marked.
+        if target.message in unfound_calls:
             last = max((i for i, border in enumerate(borders) if border.kind != END_OF_TURN), default=None)
             if last is not None:
                 borders[last] = borders[last]._replace(doubts=(TOOL_CALL,))
@@ -106,11 +120,13 @@ def with_borders(
     return rendered._replace(targets=tuple(targets))
 
 
-def _kind(place: MarkedPlace) -> str:
-    return _KIND_OF_WORDS.get(place.words.kind, ANSWER)
+def _kind(place: Place) -> str:
+    if place.words.is_call:
+        return TOOL_CALL
+    return REASONING if place.words.kind is WordKind.REASONING else ANSWER
 
 
-def _borders(text: str, target: Target, places: Sequence[MarkedPlace], special: re.Pattern[str]) -> list[Border]:
+def _borders(text: str, target: Target, places: Sequence[Place], special: re.Pattern[str]) -> list[Border]:
     end = target.stop
     if target.closed_by and text.endswith(target.closed_by, target.start, target.stop):
         end -= len(target.closed_by)
@@ -132,12 +148,12 @@ def _borders(text: str, target: Target, places: Sequence[MarkedPlace], special: 
     return [border for start, border in zip(starts, borders, strict=False) if start < border.stop]
 
 
-def _end(text: str, place: MarkedPlace) -> int:
+def _end(text: str, place: Place) -> int:
     """Return the end of words whose last known character is at `place`."""
     return place.last + (0 if place.reaches_end else place.rest_in(text))
 
 
-def _begin(text: str, place: MarkedPlace, least: int) -> int | None:
+def _begin(text: str, place: Place, least: int) -> int | None:
     """Return the start of words; None if the template changes them."""
     if place.reaches_end and least <= place.first < place.last:
         return place.first
@@ -158,7 +174,7 @@ def _between(text: str, kind: str, begin: int, end: int, special: re.Pattern[str
 
 
 def _stretches(
-    text: str, target: Target, borders: list[Border], places: Sequence[MarkedPlace], mask: TurnMask
+    text: str, target: Target, borders: list[Border], places: Sequence[Place], mask: TurnMask
 ) -> Iterator[Stretch]:
     """Yield a target's weights; template text has those of adjacent words."""
     for border in borders:
@@ -167,7 +183,7 @@ def _stretches(
         if not inside:
             continue
         place = inside[-1]
-        name = "content" if _kind(place) == ANSWER else next(filter(mask.stretches.get, REASONING_FIELDS), "")
+        name = place.words.field
         given = mask.stretches.get(name) if _kind(place) != TOOL_CALL else None
         if given is None:
             yield border.stop, 1.0
@@ -230,12 +246,12 @@ def is_opened(before: str) -> bool:
     return before.rstrip().endswith(tuple(OPENER.values()))
 
 
-def has_tags(text: str) -> bool:
-    """Return whether a text holds a tag."""
+def number_of_tags(text: str) -> int:
+    """Return the number of tags in a text."""
     for word in _WORDS_OF_TAGS:
         if word in text:
-            return any(tag in text for tag in _TAGS)
-    return False
+            return sum(map(text.count, _TAGS))
+    return 0
 
 
 def _with_tags(text: str, start: int, borders: list[Border]) -> list[Border]:

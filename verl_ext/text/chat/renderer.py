@@ -1,29 +1,27 @@
 """Render chats as texts with learnt parts.
 
-    chat -> hidden names (special_tokens) -> template_cache, or spans -> text, targets with borders (parts) -> learnt
+    chat -> hidden names (special_tokens) -> frames, or spans -> text, targets with borders (parts) -> learnt
 
 `ChatRenderer` is the door to this folder: what it returns is complete, and nothing changes it afterwards.
 """
 
-import json
 import re
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import UsageError
+from verl_ext.text.chat.frames import ArgumentCaches, FrameCache
 from verl_ext.text.chat.learnt import EMPTY_BLOCK, Learnt, Part, without_empty_blocks
+from verl_ext.text.chat.marks import IDENTIFIERS
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.parts import EMPTY_REASONING, REASONING, TOOL_CALL, RenderedChat, is_opened
 from verl_ext.text.chat.special_tokens import STAND_INS, SpecialTokens
 from verl_ext.text.chat.template import ChatTemplate, Span, joined_spans
-from verl_ext.text.chat.template_cache import TemplateCache
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.tokens.tokenizer import check_template, stop_tokens
-
-VARIANTS = 64  # the number of template arguments of records for which the template is kept
 
 
 class RenderedTurns(NamedTuple):
@@ -59,14 +57,6 @@ class RenderedTurns(NamedTuple):
         return joined_spans((part.start, part.stop) for part in self.learnt)
 
 
-class _Variant(NamedTuple):
-    """The template with some records' arguments, with and without empty thinking blocks."""
-
-    chats: TemplateCache
-    without_blocks: TemplateCache | None
-    opens_reasoning: bool  # the generation prompt does
-
-
 class ChatRenderer:
     """A renderer of chats with one template and one set of options."""
 
@@ -84,38 +74,26 @@ class ChatRenderer:
         kinds = {REASONING: options.reasoning, TOOL_CALL: options.tool_calls, EMPTY_REASONING: options.empty_reasoning}
         learnt = {kind: chosen == "learn" for kind, chosen in kinds.items()}
         self._learnt = Learnt(learnt, options.prompts == "learn", options.weights)
-        self._cached_variant = lru_cache(VARIANTS)(self._new_variant)
-        self._plain = self._new_variant("{}")  # for records without arguments of their own
-        self.template = self._plain.chats.template
+        self._chats = ArgumentCaches(self._new_template())
+        self.template = self._chats.template
 
-    def _new_variant(self, arguments: str) -> _Variant:
-        """Probe the template with JSON arguments. Raises `UsageError` as `ChatTemplate` does."""
+    def _new_template(self, left_out: re.Pattern[str] | None = None) -> ChatTemplate:
         options = self._options
-        given = {**options.apply_chat_template_kwargs, **json.loads(arguments)}
-
-        def cache(left_out: re.Pattern[str] | None = None) -> TemplateCache:
-            return TemplateCache(
-                ChatTemplate(
-                    self._tokenizer, self._source, given, options.end_of_turn, self._stops, left_out, options.chat_date
-                )
-            )
-
-        chats = cache()
-        without_blocks = cache(EMPTY_BLOCK) if options.drop_empty_reasoning else None
-        return _Variant(chats, without_blocks, is_opened(chats.template.generation_prompt))
-
-    def _variant(self, chat: Chat) -> _Variant:
-        if not chat.template_kwargs:
-            return self._plain
-        try:
-            return self._cached_variant(json.dumps(chat.template_kwargs, sort_keys=True))
-        except UsageError as error:
-            raise BadRecord("template_error", f"with the record's template arguments, {error}") from error
+        return ChatTemplate(
+            self._tokenizer,
+            self._source,
+            options.apply_chat_template_kwargs,
+            options.end_of_turn,
+            self._stops,
+            left_out,
+            options.chat_date,
+            options.end_of_chat,
+        )
 
     @cached_property
-    def template_words(self) -> set[str]:
-        """The names that occur in the template."""
-        return set(re.findall(r"\w+", self.template.source))
+    def _without_blocks(self) -> ArgumentCaches:
+        """The caches of chats that lose their empty thinking blocks."""
+        return ArgumentCaches(self._new_template(EMPTY_BLOCK))
 
     @property
     def jinja(self) -> str | None:
@@ -132,7 +110,7 @@ class ChatRenderer:
         texts: list[RenderedTurns] = []
         unprinted: set[str] = set()
         for part in self._turns(chat):
-            part, dropped = self._without_reasoning(part)
+            part, dropped = self._without_reasoning(chats, part)
             rendered, disguised, names = self._located(chats, part, is_prompt=False)
             parts = self._learnt.parts(rendered, part)
             turns = tuple(dict.fromkeys([target.message for target in rendered.targets]))
@@ -165,25 +143,57 @@ class ChatRenderer:
         Raises `BadRecord`.
         """
         chats, chat, _ = self._chosen(chat)
-        chat, _ = self._without_reasoning(chat)
+        chat, _ = self._without_reasoning(chats, chat)
         before = replace(chat, messages=chat.messages[:turn], targets={})
         rendered, disguised, names = self._located(chats, before, is_prompt=True)
         return RenderedTurns(rendered.text, disguised=disguised, special_tokens=names)
 
-    def _chosen(self, chat: Chat) -> tuple[TemplateCache, Chat, bool]:
+    def _chosen(self, chat: Chat) -> tuple[FrameCache, Chat, bool]:
         """Return the template, the chat for it, and whether blocks are dropped."""
-        variant = self._variant(chat)
-        if chat.thoughts and (name := variant.chats.template.thought_field):
+        chat = self._as_template_reads(chat)
+        chats = self._with_arguments(self._chats, chat)
+        if chat.thoughts and (name := chats.template.thought_field):
             chat = chat.with_thoughts_in(name)
-        if variant.without_blocks is not None and self._is_drawn(chat):
-            return variant.without_blocks, without_empty_blocks(chat), True
-        return variant.chats, chat, False
+        if self._options.drop_empty_reasoning and self._is_drawn(chat):
+            return self._with_arguments(self._without_blocks, chat), without_empty_blocks(chat), True
+        return chats, chat, False
 
-    def _without_reasoning(self, chat: Chat) -> tuple[Chat, int]:
+    def _with_arguments(self, caches: ArgumentCaches, chat: Chat) -> FrameCache:
+        try:
+            return caches.of(chat.template_kwargs)
+        except UsageError as error:
+            raise BadRecord("template_error", f"with the record's template arguments, {error}") from error
+
+    def _as_template_reads(self, chat: Chat) -> Chat:
+        """Return a chat with the arguments, roles and fields under which the template prints it as the record says.
+
+        Raises `BadRecord` for a message without content of which the template reads no other field.
+        """
+        facts, arguments = self.template.facts, self.template.arguments
+        if chat.template_kwargs:
+            is_read = facts.names if self.template.is_jinja else chat.template_kwargs
+            own = {name: value for name, value in chat.template_kwargs.items() if name in is_read}
+            arguments = {**arguments, **own} if own else arguments
+        chat = replace(chat, template_kwargs=arguments)
+        for index, where in chat.unsaid.items():
+            fields = chat.messages[index].keys() - {"role", "content"} - IDENTIFIERS
+            if not fields & facts.names:
+                raise BadRecord("non_string_content", f"{where} has no content")
+        messages = list(chat.messages)
+        for index, role in chat.roles.items():
+            if role in facts.roles:
+                messages[index] = {**messages[index], "role": role}
+        tools = chat.tools
+        for index, fields_of_system in chat.system_tools.items():
+            if fields_of_system.keys() <= facts.message_fields:
+                messages[index], tools = {**messages[index], **fields_of_system}, None
+        return replace(chat, messages=messages, tools=tools) if chat.roles or chat.system_tools else chat
+
+    def _without_reasoning(self, chats: FrameCache, chat: Chat) -> tuple[Chat, int]:
         """Return a chat as `reasoning` asks, and how many turns lost some."""
         if self._options.reasoning != "drop":
             return chat, 0
-        return self._learnt.without_reasoning(chat, self._variant(chat).opens_reasoning)
+        return self._learnt.without_reasoning(chat, is_opened(chats.template.generation_prompt))
 
     def _is_drawn(self, chat: Chat) -> bool:
         """Decide by a chat's text whether its empty thinking blocks go.
@@ -209,7 +219,7 @@ class ChatRenderer:
                 raise BadRecord("no_target", "the last assistant turn is no target")
         return [chat]
 
-    def _located(self, chats: TemplateCache, chat: Chat, is_prompt: bool) -> tuple[RenderedChat, str | None, int]:
+    def _located(self, chats: FrameCache, chat: Chat, is_prompt: bool) -> tuple[RenderedChat, str | None, int]:
         """Render a chat as `special_tokens_in_text` asks; return (chat, disguise, names).
 
         Raises `BadRecord` under `error` if a rendered message holds the name of a special token, and under `encode` if
@@ -217,8 +227,12 @@ class ChatRenderer:
         """
         on_found, special = self._options.special_tokens_in_text, self._special
 
+        def text_of(chat: Chat) -> str:
+            arguments = chat.template_kwargs or chats.template.arguments
+            return chats.template.with_arguments(arguments).text(chat, is_prompt)
+
         def render(chat: Chat) -> RenderedChat:
-            return RenderedChat(chats.template.text(chat, True)) if is_prompt else chats.locate(chat)
+            return RenderedChat(text_of(chat)) if is_prompt else chats.locate(chat)
 
         # Almost no chat holds a name, so that this check is the only cost.
         if on_found == "keep" or not special.may_hide_in("\0".join(strings := _strings_of(chat))):
@@ -228,10 +242,10 @@ class ChatRenderer:
             if first is not None:
                 raise special.refused(first, "beside private-use characters, which encoding it as text needs")
             return render(chat), None, 0
-        fields = ("messages", "tools", "argument_texts")
+        fields = ("messages", "tools", "argument_texts", "template_kwargs")
         hidden = render(replace(chat, **{name: special.hide(getattr(chat, name)) for name in fields}))
         text, count = special.show(hidden.text)
-        if first is not None and text != chats.template.text(chat, is_prompt):
+        if first is not None and text != text_of(chat) + hidden.appended:
             raise special.refused(first, "and the chat template changes it, so that its place cannot be found")
         if first is not None and count and on_found == "error":
             raise special.refused(first)
@@ -243,9 +257,9 @@ class ChatRenderer:
 
 
 def _strings_of(chat: Chat) -> list[str]:
-    """Collect every string in a chat's messages and tools, keys included."""
+    """Collect every string in a chat's messages, tools and template arguments, keys included."""
     found: list[str] = []
-    rest: list[Any] = [*chat.messages, *(chat.tools or [])]
+    rest: list[Any] = [*chat.messages, *(chat.tools or []), chat.template_kwargs]
     for value in rest:  # the loop appends to this list
         if isinstance(value, dict):
             found += map(str, value)

@@ -23,32 +23,40 @@ A run is a sequence of words of one message, with no other words between. Templa
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_ext.text.chat.marks import (
-    TOOLS,
     WAYS,
-    MarkedPlace,
     Marks,
+    Place,
     WordKind,
-    framing_key,
     length_but_space,
-    unmarked_fields,
+    strings_in,
+    without_calls,
+    without_results,
 )
 from verl_ext.text.chat.parts import RenderedChat, Target, with_borders
+from verl_ext.text.chat.stand_ins import StandIns
 from verl_ext.text.chat.template import ChatTemplate, joined_spans, longest_prefix_in
+from verl_ext.text.chat.unprinted import EMPTY_TURN, labels_of_unprinted
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat, Message
-from verl_ext.text.records.tool_calls import functions_called
 
-EMPTY_TURN, REASONING_IN_CONTENT = "empty turn", "reasoning in content"  # unprinted, beside the labels of words
-_ANSWER = "Zq7a"  # marks the start of a plain answer
-_PLAIN_ANSWER = {"role": "assistant", "content": f"{_ANSWER}ok"}
-# A text before a turn, from the last words before it on, and the length of its part before the turn's header.
-_Prompt = tuple[str, int]
+
+class _Prompt(NamedTuple):
+    """A text from the last words before a turn; the turn's header begins at `header`."""
+
+    text: str
+    header: int
+
+
+class _Closing(NamedTuple):
+    """The length of what closes a turn, and whether that closes it without what follows."""
+
+    length: int
+    is_whole: bool
 
 
 def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
@@ -63,60 +71,76 @@ def locate(template: ChatTemplate, chat: Chat) -> RenderedChat:
 class TurnSearch:
     """A chat, its rendered text, and the places of its words.
 
-    Between words, the text is only compared with other text of the template. Words themselves are read in three cases:
-    where a prompt ends inside them (`continuations`), where they hold </think>, and where marks lie in their middle.
-
-    continuations: the texts with which a turn's words would go on with a prompt, and its target begin after them.
+    Between words, the text is only compared with other text of the template. Words themselves are read where a prompt
+    ends inside them (`continuations`), where they hold </think>, and where marks lie in their middle.
     """
 
     def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
         """Mark the words. Raises `BadRecord` if every way changes the text."""
         self.template, self.chat, self.text = template, chat, text
-        self.continuations: set[str] = set()
-        self._prompts: dict[tuple[Any, ...], tuple[list[_Prompt], list[Message]]] = {}
-        self._closings: dict[tuple[Any, ...], tuple[int, bool]] = {}
-        self._trimmed: dict[tuple[Any, ...], bool] = {}
+        # What was found for turns, by what frames them.
+        self._prompts: dict[Any, dict[Any, list[_Prompt]]] = {}
+        self._closings: dict[Any, _Closing] = {}
+        self._trimmed: dict[Any, bool] = {}
+        self._closers: dict[Any, bool] = {}
+        stand_ins = StandIns([text, *strings_in([chat.messages, chat.tools, template.arguments])])
         for way in WAYS:
-            self.marks = Marks(chat, way)
-            marked = template.try_render(self.marks.messages, self.marks.tools)
-            found, self.places = self.marks.places(marked) if marked is not None else (None, [])
-            if found == text:
+            self.marks = Marks(chat, way, template, stand_ins)
+            rendering = self.marks.render(self.marks.messages)
+            if rendering is not None and rendering.text == text:
+                self.places = rendering.places
                 return
-        hidden = "changes with what messages say in a way that hides where they are in its text"
-        raise BadRecord("template_mismatch", f"the chat template {hidden}")
+        why = "the chat template changes with what messages say in a way that hides where they are in its text"
+        raise BadRecord("template_mismatch", why)
 
     def result(self) -> RenderedChat:
         """Return targets with parts. Raises `BadRecord` if a turn is not found."""
         rendered = self._generation_blocks() if self.template.marks_generation else self._turns()
-        return with_borders(rendered, self.chat, self.places, self.template.special)
+        called = {place.words.message for place in self.places if place.words.kind is WordKind.CALLS}
+        unfound = {i for i in self.chat.targets if self._prints_unfound(i, without_calls, i in called)}
+        return with_borders(self._ended(rendered), self.chat, self.places, self.template.special, unfound)
+
+    def _ended(self, rendered: RenderedChat) -> RenderedChat:
+        """End the chat's last turn where it is a target that the template leaves open."""
+        *targets, last = rendered.targets or (Target(0, 0, -1, None),)
+        is_open = last.closed_by == "" and not self.text[last.stop :].strip()
+        if not is_open or last.message < len(self.chat.messages) - 1:
+            return rendered
+        said = [place.words for place in self.places if place.words.run == (last.message, False)]
+        if not (end := self.template.end_of_chat(bool(said) and said[-1].is_call)):
+            return rendered
+        text = self.text + end
+        last = last._replace(stop=len(text), closed_by=self.template.last_special_token(end))
+        return RenderedChat(text, (*targets, last), rendered.unprinted, end)
 
     def _turns(self) -> RenderedChat:
-        unprinted, targets = self._unprinted(), []
-        places = self.places
-        runs = [[*run] for _, run in groupby(range(len(places)), key=lambda number: places[number].words.message)]
-        # The last message in the text. A template may print the tools after it, at the end of the chat. Those words are
-        # no next turn, with which the end of the newest message's turn would be compared.
+        places, targets, names = self.places, [], self.template.facts.names
+        unprinted = labels_of_unprinted(self.text, self.chat, self.marks, places, names)
+        runs = [[*run] for _, run in groupby(range(len(places)), key=lambda number: places[number].words.run)]
+        # A template may print the tools at the end of the chat, after its last message. Those words are no next turn.
         newest = max((place.words.message for place in places), default=0)
-        last_run = {places[run[0]].words.message: run for run in runs}
+        last_run = {places[run[0]].words.run: run for run in runs}
         for run in runs:
             first, last = run[0], run[-1]
-            index = places[first].words.message
-            if index in self.chat.targets:
+            index, is_result = places[first].words.run
+            if index in self.chat.targets and not is_result:
                 start = self._start(first, index)
                 after = places[last + 1] if last + 1 < len(places) else None
                 limit = after.first if after else len(self.text)
-                is_last = after is None or (after.words.message == TOOLS and index == newest)
+                is_last = after is None or (after.words.message < 0 and index == newest)
                 stop, closed_by = self._end(places[last], limit, index, is_last)
                 for end, begin, token in self._stops_inside(places[first : last + 1]):
                     targets.append(Target(start, end, index, token))
                     start = begin
-                targets.append(Target(start, stop, index, closed_by if last_run[index] is run else None))
-        spoken = {words.message for words in self.marks.words}
+                targets.append(Target(start, stop, index, closed_by if last_run[index, False] is run else None))
+        spoken = {words.message for words in self.marks.words if words.is_said(names)}
         for index in self.chat.targets:
-            if index not in spoken and (target := self._empty_turn(index)) is not None:
-                targets.append(target)
-            elif index not in spoken:
-                unprinted.append(EMPTY_TURN)
+            if self._prints_unfound(index, without_results, any(place.words.run == (index, True) for place in places)):
+                raise _mismatch(index, "prints a tool's result whose place in the text cannot be found")
+            if (index, False) not in last_run and index not in spoken:
+                target = self._empty_turn(index)
+                targets += [target] if target else []
+                unprinted += [] if target else [EMPTY_TURN]
         targets.sort(key=lambda target: target.start)
         previous = 0
         for target in targets:
@@ -125,7 +149,15 @@ class TurnSearch:
             previous = target.stop
         return RenderedChat(self.text, tuple(targets), tuple(unprinted))
 
-    def _stops_inside(self, places: list[MarkedPlace]) -> Iterator[tuple[int, int, str]]:
+    def _prints_unfound(self, index: int, without: Callable[[Message], Message], is_found: bool) -> bool:
+        """Return whether a turn prints what `without` takes from it, at a place that is not known."""
+        messages = self.chat.messages
+        if is_found or (less := without(messages[index])) == messages[index]:
+            return False
+        changed = [*messages[:index], less, *messages[index + 1 :]]
+        return self.template.try_render(changed, self.chat.tools) != self.text
+
+    def _stops_inside(self, places: list[Place]) -> Iterator[tuple[int, int, str]]:
         """Find borders inside a message printed as two turns, content and calls.
 
         Yields the end of the stop token, the end of the header after it, and the token.
@@ -138,30 +170,6 @@ class TurnSearch:
             if length := self.template.header_at_start_of(rest):
                 yield place.last + stop.end(), after.first - len(rest) + length, stop[0]
 
-    def _unprinted(self) -> list[str]:
-        """Return the labels of words missing from the text, each once."""
-        printed, learnt = {place.number for place in self.places}, self.chat.targets
-        labels = {
-            words.label
-            for number, words in enumerate(self.marks.words)
-            if number not in printed
-            and words.text.strip()
-            # Templates omit the reasoning of earlier turns on purpose, so it is only missing in a turn to be learnt.
-            and (words.kind is not WordKind.REASONING or words.message in learnt)
-        }
-        if self.marks.way == "around_but_names":
-            names = (call.get("name") for call in functions_called(self.chat.messages))
-            if any(isinstance(name, str) and name not in self.text for name in names):
-                labels.add(WordKind.CALLS.value)
-        for number, place in enumerate(self.places):  # some templates remove reasoning from content
-            if place.words.message in learnt and "</think>" in place.words.text:
-                before, _, thought = place.words.text.split("</think>")[0].rpartition("<think>")
-                begin = self.places[number - 1].last if number else 0
-                for words, label in ((before, place.words.label), (thought, REASONING_IN_CONTENT)):
-                    if words.strip() and self.text.find(words.strip(), begin, place.last) < 0:
-                        labels.add(label)
-        return sorted(labels)
-
     def _start(self, place: int, index: int) -> int:
         """Return the start of message `index`'s target, at `self.places[place]`."""
         first = self.places[place].first
@@ -169,15 +177,11 @@ class TurnSearch:
         begin = before.last if before else 0
         gap = self.text[begin:first]
         starts = [0]
-        for prompt, before_header in self._prompts_before(before, index):
-            if self._goes_on_with(prompt, begin):  # the words may begin inside the prompt, with their own <think>
-                starts.append(len(prompt))
-            elif length := length_but_space(prompt, gap):
-                starts.append(length)
+        for prompt in self._prompts_before(before, index):
+            if self.text.startswith(prompt.text, begin):  # words may begin inside the prompt, with their own <think>
+                starts.append(len(prompt.text))
             else:
-                length = self.template.common_prefix(prompt, gap)
-                # Otherwise they differ before the header: a template may print that part differently at a chat's end.
-                starts.append(length if prompt[before_header:length].strip() else 0)
+                starts.append(length_but_space(prompt.text, gap) or self._departure(prompt, gap))
         if max(starts):
             # Some templates have no generation prompt after an assistant's turn or a tool's result, but print a header.
             at = begin + max(starts)
@@ -187,25 +191,32 @@ class TurnSearch:
             # A token can only reach into words of which the first mark lies inside.
             reach = first if first < self.places[place].last else first + 128
             return begin + self.template.token_edge(self.text[begin:reach], at + length)
-        if self.places[place].words.kind is WordKind.CALLS and gap.strip():
+        if self.places[place].words.is_call and gap.strip():
             raise _mismatch(index, "begins with a tool call whose beginning cannot be found")
         words = self.places[place].words.text
         own = words[: len(words) - len(words.lstrip())]
         return first - len(own) if gap.endswith(own) else first
 
-    @cached_property
-    def _starts_of_words(self) -> list[int]:
-        return [*(place.first for place in self.places if place.words.text.strip()), len(self.text)]
+    def _departure(self, prompt: _Prompt, gap: str) -> int:
+        """Return where a gap departs from a prompt inside its header; 0 if it does so before.
 
-    def _goes_on_with(self, prompt: str, begin: int) -> bool:
-        """Return whether the text at `begin`, next words included, continues a prompt."""
-        after = bisect_left(self._starts_of_words, begin)
-        gap = self.text[begin : self._starts_of_words[after]]
-        if len(gap) < len(prompt) and prompt.startswith(gap):
-            self.continuations.add(prompt[len(gap) :])
-        return self.text.startswith(prompt, begin)
+        A template may print the part before differently at a chat's end. Of a tag that the gap has in place of another
+        one, nothing is given.
+        """
+        common = prompt.text[: self.template.common_prefix(prompt.text, gap)]
+        tokens = [match.end() for match in self.template.special.finditer(common)]
+        length = max([len(common.rstrip("<[|")), *tokens])
+        return length if common[prompt.header : length].strip() else 0
 
-    def _prompts_before(self, before: MarkedPlace | None, index: int) -> list[_Prompt]:
+    def continuations(self) -> tuple[str, ...]:
+        """Return the texts with which words would go on with a prompt, and a target begin inside them."""
+        begins = [*(place.first for place in self.places if place.words.text.strip()), len(self.text)]
+        ends = [0, *(place.last for place in self.places)]
+        gaps = {self.text[end : begins[bisect_left(begins, end)]] for end in ends}
+        prompts = [prompt.text for known in self._prompts.values() for each in known.values() for prompt in each]
+        return tuple({prompt[len(gap) :] for prompt in prompts for gap in gaps if prompt.startswith(gap)} - {""})
+
+    def _prompts_before(self, before: Place | None, index: int) -> list[_Prompt]:
         """Return the prompts that the model may get for message `index`.
 
         They begin at the end of the last words before it; there are none if the template refuses the chat up to there.
@@ -213,49 +224,39 @@ class TurnSearch:
         since = before.words.message if before else 0
         count = max(index, since + 1 if before else 0)
         between = self.chat.messages[max(since, 0) : count]
-        kinds = tuple(framing_key(message, number > 0) for number, message in enumerate(between))
+        kinds = tuple(self.marks.framing_key(message, number > 0) for number, message in enumerate(between))
         # White space, or the second half of the words, lies between the mark and the prompt.
         rest = before and (before.words.space_after if before.reaches_end else before.words.text)
-        key = before and before.words.label, rest, kinds, not since
-        if key not in self._prompts:
-            self._prompts[key] = self._new_prompts(before, count), between[:1]
-        prompts, known = self._prompts[key]
-        if before is None or not between:
-            return prompts
-        # The message of these words may have other fields, such as an id, which the template prints after them. Its own
-        # values are put in place of those of the message that the prompts were rendered with.
-        values = dict(unmarked_fields(between[0]))
-        others = {
-            old: values.get(name, "") for name, old in unmarked_fields(known[0]) if old and old != values.get(name)
-        }
-        if not any(old in prompt for prompt, _ in prompts for old in others):
-            return prompts
-        for prompt, before_header in prompts:
-            for old, new in others.items():
-                before_header += prompt[:before_header].count(old) * (len(new) - len(old))
-                prompt = prompt.replace(old, new)
-            if self._goes_on_with(prompt, before.last):
-                return [(prompt, before_header)]
-        exact = *key, *values.items()
-        if exact not in self._prompts:
-            self._prompts[exact] = self._new_prompts(before, count), between[:1]
-        return self._prompts[exact][0]
+        known = self._prompts.setdefault((before and before.words.label, rest, kinds, not since), {})
+        # The message of these words may have values without marks, which the template prints after them.
+        values = tuple(self.marks.unmarked_fields(between[0])) if before and between else ()
+        if known and values not in known:
+            others, prompts = next(iter(known.items()))
+            differing = [value for name, value in others if value and (name, value) not in values]
+            if not any(value in prompt.text for value in differing for prompt in prompts):
+                return prompts
+        if values not in known:
+            known[values] = self._new_prompts(before, count)
+        return known[values]
 
-    def _new_prompts(self, before: MarkedPlace | None, count: int) -> list[_Prompt]:
+    def _new_prompts(self, before: Place | None, count: int) -> list[_Prompt]:
         """Render `count` messages with the generation prompt, or up to an answer."""
         own, messages = self.template.generation_prompt, self.marks.messages[:count]
+        answer = {"role": "assistant", "content": self.marks.answer}
         prompts: list[_Prompt] = []
-        for chat in [messages] if own else [[*messages, _PLAIN_ANSWER], messages]:
-            marked = self.template.try_render(chat, self.marks.tools, generation=bool(own)) or ""
-            has_answer = chat[-1:] == [_PLAIN_ANSWER] and _ANSWER in marked
-            text, places = self.marks.places(marked.split(_ANSWER)[0] if has_answer else marked)
-            if [place.number for place in places[-1:]] != ([before.number] if before else []):
+        for chat in [messages] if own else [[*messages, answer], messages]:
+            rendering = self.marks.render(chat, generation=bool(own))
+            if rendering is None:
                 continue
-            if prompt := text[places[-1].last if places else 0 :]:
-                prompts.append((prompt, 0 if has_answer else len(prompt.removesuffix(own))))
+            last = rendering.places[-1] if rendering.places else None
+            if (last and last.number) != (before and before.number):
+                continue
+            if prompt := rendering.text[last.last if last else 0 :]:
+                header = 0 if rendering.is_answered else len(prompt.removesuffix(own))
+                prompts.append(_Prompt(prompt, header))
         return prompts
 
-    def _end(self, place: MarkedPlace, limit: int, index: int, is_last: bool) -> tuple[int, str]:
+    def _end(self, place: Place, limit: int, index: int, is_last: bool) -> tuple[int, str]:
         """Return a target's end before `limit`, and what ends its turn."""
         begin = place.last
         if not place.reaches_end:
@@ -267,21 +268,33 @@ class TurnSearch:
         if found and not tail[: found.start()].strip():
             return begin + found.end(), found[0]
         closed, is_whole = self._closed(place, index, tail, is_last)
-        if found and (
-            not is_whole or found.end() <= closed or not self._has_visible_text(tail[closed : found.start()])
-        ):
+        is_behind = found is not None and is_whole and found.end() > closed
+        if found and not (is_behind and self._has_visible_text(tail[closed : found.start()])):
             return begin + found.end(), found[0]
+        if (opener := self.template.opener) and (at := tail.find(opener, 0, closed)) >= 0:
+            closed = at  # what is printed alike after every turn may be the head of another one
         end = len(tail[:closed].rstrip())
         if not end:
             own = place.words.space_after
             return begin + (len(own) if own and tail.startswith(own) and not self._is_trimmed(place) else 0), ""
-        return begin + end, self.template.last_special_token(tail[:end])
+        token = self.template.last_special_token(tail[:end])
+        return begin + end, "" if token and place.words.is_call and self._closes_a_call(token, index) else token
 
-    def _is_trimmed(self, place: MarkedPlace) -> bool:
+    def _closes_a_call(self, token: str, index: int) -> bool:
+        """Return whether a token ends each call of a turn, and not the turn: of two calls, both have it."""
+        turn, before = self.chat.messages[index], self.chat.messages[:index]
+        key = token, *self.marks.framing_key(turn)
+        if key not in self._closers:
+            turns = turn, {**turn, "tool_calls": 2 * (turn.get("tool_calls") or [])}
+            texts = [self.template.try_render([*before, calls], self.chat.tools) for calls in turns]
+            self._closers[key] = texts[0] is not None and (texts[1] or "").count(token) > texts[0].count(token)
+        return self._closers[key]
+
+    def _is_trimmed(self, place: Place) -> bool:
         """Tell whether the template trims white space after a turn's content."""
         *before, turn = self.chat.messages[: place.words.message + 1]
-        if (kind := framing_key(turn)) not in self._trimmed:
-            turns = turn, {**turn, "content": place.words.text.rstrip()}
+        if (kind := self.marks.framing_key(turn)) not in self._trimmed:
+            turns = turn, {**turn, place.words.field or "content": place.words.text.rstrip()}
             texts = [self.template.try_render([*before, last], self.chat.tools) for last in turns]
             if None in texts:
                 return False
@@ -292,21 +305,20 @@ class TurnSearch:
         """Return whether text remains without special tokens and white space."""
         return bool(self.template.special.sub("", text).strip())
 
-    def _closed(self, place: MarkedPlace, index: int, tail: str, is_last: bool) -> tuple[int, bool]:
-        """Return the length of `tail` that a chat's last turn has too.
+    def _closed(self, place: Place, index: int, tail: str, is_last: bool) -> _Closing:
+        """Return the part of `tail`, the text after a turn's last words, that a chat's last turn has too.
 
-        `tail` is the text after a turn's last words. The second value tells whether that part alone closes a turn.
         Tails that differ only before their first special token, by numbers in a call, are closed alike.
         """
-        messages = self.marks.messages[: index + 1]
+        messages = [*self.marks.messages[:index], without_results(self.marks.messages[index])]
         if is_last:
             # A chat's closing text is not printed if a turn follows. If no turn can follow, all of the tail counts.
-            follows = [[*messages, {"role": role, "content": _ANSWER}] for role in ("user", "tool")]
+            follows = [[*messages, {"role": role, "content": self.marks.answer}] for role in ("user", "tool")]
             closing = self._first_tail(follows, place) if self._has_visible_text(tail) else None
-            return len(tail) if closing is None else self.template.common_prefix(closing, tail), True
+            return _Closing(len(tail) if closing is None else self.template.common_prefix(closing, tail), True)
         token = self.template.special.search(tail)
         begin = token.start() if token else 0
-        key = (framing_key(self.chat.messages[index]), tail[begin:])
+        key = (self.marks.framing_key(self.chat.messages[index]), tail[begin:])
         if key not in self._closings:
             user = next((m for m in self.marks.messages if m["role"] == "user"), None)
             closing = self._first_tail([[user, messages[-1]] if user else messages[-1:], messages], place)
@@ -315,17 +327,15 @@ class TurnSearch:
                 length == len(closing) or self.template.end_pattern.search(tail[:length]) is not None
             )
             if length < begin:
-                return length, is_whole
-            self._closings[key] = length - begin, is_whole
-        closed, is_whole = self._closings[key]
-        return closed + begin, is_whole
+                return _Closing(length, is_whole)
+            self._closings[key] = _Closing(length - begin, is_whole)
+        closed = self._closings[key]
+        return closed._replace(length=closed.length + begin)
 
-    def _first_tail(self, chats: list[list[Message]], place: MarkedPlace) -> str | None:
+    def _first_tail(self, chats: list[list[Message]], place: Place) -> str | None:
         """Return the text after a place's words in the first fitting chat."""
         for messages in chats:
-            if (marked := self.template.try_render(messages, self.marks.tools)) is None:
-                continue
-            text, places = self.marks.places(marked.split(_ANSWER)[0])
+            text, places, _ = self.marks.render(messages) or ("", [], False)
             same = next((number for number, other in enumerate(places) if other.number == place.number), None)
             if same is not None:
                 stop = places[same + 1].first if same + 1 < len(places) else len(text)
@@ -337,11 +347,14 @@ class TurnSearch:
         places = [place for place in self.places if place.words.message < index]
         before = places[-1] if places else None
         begin = before.last if before else 0
-        prompts = [text for text, _ in self._prompts_before(before, index) if self._goes_on_with(text, begin)]
-        if not prompts:
-            return None
-        begin += max(map(len, prompts))
         after = min((place.first for place in self.places if place.first >= begin), default=len(self.text))
+        starts = [0]
+        for prompt in self._prompts_before(before, index):
+            is_whole = self.text.startswith(prompt.text, begin)
+            starts.append(len(prompt.text) if is_whole else self._departure(prompt, self.text[begin:after]))
+        if not max(starts):
+            return None
+        begin += max(starts)
         found = self.template.end_pattern.search(self.text[begin:after])
         if found is None or self._has_visible_text(self.text[begin : begin + found.start()]):
             return None

@@ -5,10 +5,10 @@ with transformers' `split_special_tokens`, which does not split tokens that the 
 as Qwen3's <think>. In a chat, the special tokens that the template writes must stay special tokens:
 
     message      hello <|im_end|> you
-    hidden       hello XXXXXXXXXX you                                  X, Y, Z: private-use characters, one per token
+    hidden       hello XXXXXXXXXX you                                  X and Y: private-use characters, one per token
     rendered     <|im_start|>user\nhello XXXXXXXXXX you<|im_end|>\n     its special tokens are the template's
-    disguised    YYYYYYYYYYYYuser\nhello <|im_end|> youZZZZZZZZZZ\n     for a copy of the tokenizer that has Y and Z
-                                                                     as added tokens, and splits <|im_end|>
+    disguised    YYYYYYYYYYYYuser\nhello <|im_end|> youXXXXXXXXXX\n     names and stand-ins swapped, for a copy of the
+                                                                     tokenizer that has X and Y as added tokens
 
 A stand-in is as long as the name that it replaces, so that spans and offsets are those of the text itself.
 """
@@ -26,8 +26,7 @@ from tokenizers import AddedToken
 from verl_ext.text.chat.template import any_of
 from verl_ext.text.read.bad_record import BadRecord
 
-_HIDDEN, _DISGUISED = 0x100000, 0xF0000  # first private-use characters of Unicode's planes 16 and 15
-STAND_INS = re.compile("[\U000f0000-\U0010ffff]")  # characters of names' stand-ins
+STAND_INS = re.compile("[\U000f0000-\U0010ffff]")  # Unicode's private-use planes, in which names have stand-ins
 
 
 def as_plain_text(tokenizer: Any) -> dict[str, bool]:
@@ -64,11 +63,10 @@ class SpecialTokens:
             if name != tokenizer.unk_token or name in (tokenizer.bos_token, tokenizer.eos_token)
         ]
         self._ids = np.array([tokenizer.convert_tokens_to_ids(name) for name in control], dtype=np.int64)
-        # Stand-ins in messages, and the names of the template's own tokens in the copy of the tokenizer.
-        self._hidden = _stand_ins(self._added, _HIDDEN)
-        self._names = {stand_in: name for name, stand_in in self._hidden.items()}
-        self._hidden_pattern = any_of(self._names)
-        self._disguises = _stand_ins(self._added, _DISGUISED)
+        self._stand_ins = {name: chr(0xF0000 + number) * len(name) for number, name in enumerate(self._added)}
+        self._names = {stand_in: name for name, stand_in in self._stand_ins.items()}
+        self._stand_in = any_of(self._names)
+        self._either = any_of([*self._names, *self._added])
 
     @property
     def longest(self) -> int:
@@ -97,7 +95,7 @@ class SpecialTokens:
     def hide(self, value: Any) -> Any:
         """Replace names in strings by stand-ins, except in roles, which templates compare."""
         if isinstance(value, str):
-            return self._pattern.sub(lambda match: self._hidden[match[0]], value)
+            return self._pattern.sub(lambda match: self._stand_ins[match[0]], value)
         if isinstance(value, list):
             return [self.hide(item) for item in value]
         if isinstance(value, dict):
@@ -106,20 +104,20 @@ class SpecialTokens:
 
     def show(self, text: str) -> tuple[str, int]:
         """Return a text with names for their stand-ins, and their number."""
-        return self._hidden_pattern.subn(lambda match: self._names[match[0]], text)
+        return self._stand_in.subn(lambda match: self._names[match[0]], text)
 
     def disguise(self, text: str) -> str:
         """Return a text for `renamed_tokenizer`, with hidden names as text."""
-        return self.show(self._pattern.sub(lambda match: self._disguises[match[0]], text))[0]
+        return self._either.sub(lambda match: self._names.get(match[0]) or self._stand_ins[match[0]], text)
 
     @cached_property
     def renamed_tokenizer(self) -> Any:
-        """A copy of the tokenizer with the disguises as tokens; see `real_ids`."""
+        """A copy of the tokenizer with the stand-ins as tokens; see `real_ids`."""
         renamed = deepcopy(self.tokenizer)
         flags = ("single_word", "lstrip", "rstrip", "normalized")
         renamed.add_tokens(
             [
-                AddedToken(self._disguises[name], special=False, **{flag: getattr(token, flag) for flag in flags})
+                AddedToken(self._stand_ins[name], special=False, **{flag: getattr(token, flag) for flag in flags})
                 for name, token in self._added.items()
             ]
         )
@@ -130,10 +128,6 @@ class SpecialTokens:
         """The tokenizer's own id for each id of the renamed tokenizer, int32."""
         renamed = self.renamed_tokenizer
         real = np.arange(1 + max(renamed.get_vocab().values()), dtype=np.int32)
-        for name, disguise in self._disguises.items():
-            real[renamed.convert_tokens_to_ids(disguise)] = self.tokenizer.convert_tokens_to_ids(name)
+        for name, stand_in in self._stand_ins.items():
+            real[renamed.convert_tokens_to_ids(stand_in)] = self.tokenizer.convert_tokens_to_ids(name)
         return real
-
-
-def _stand_ins(names: Mapping[str, AddedToken], first: int) -> dict[str, str]:
-    return {name: chr(first + number) * len(name) for number, name in enumerate(names)}

@@ -1,22 +1,27 @@
-"""A tokenizer's chat template: rendering, generation prompt, ends of turns."""
+"""A tokenizer's chat template: its generation prompt, and what ends its turns and chats."""
 
 import json
 import re
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from verl_ext.options import UsageError, first_line
+from verl_ext.options import UsageError
+from verl_ext.text.chat.jinja_template import JinjaTemplate, Span
+from verl_ext.text.chat.stand_ins import StandIns
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import REASONING_FIELDS, Chat, Message
 from verl_ext.text.records.tool_calls import functions_called
 
-Span = tuple[int, int]
-# The words of the chat that probes a template: private-use characters, which occur nowhere else.
-_QUESTION, _ANSWER = "\ue0f3\ue0f4\ue0f5", "\ue0f0\ue0f1\ue0f2"
+# The words of the chat that probes a template.
+_STAND_INS = StandIns()
+_QUESTION, _ANSWER, _THOUGHT = map(_STAND_INS.of, range(3))
+_in_own_case = _STAND_INS.in_own_case
 _USER = {"role": "user", "content": _QUESTION}
 _ASSISTANT = {"role": "assistant", "content": _ANSWER}
+_CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "look_up", "arguments": {"word": _ANSWER}}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "name": "look_up", "tool_call_id": "a1b2c3d4e", "content": _QUESTION}
 _TOOL = {
     "type": "function",
     "function": {
@@ -27,7 +32,7 @@ _TOOL = {
 }
 
 
-class ChatTemplate:
+class ChatTemplate(JinjaTemplate):
     r"""A chat template with the properties found by probing it.
 
     Attributes:
@@ -37,7 +42,7 @@ class ChatTemplate:
         stop_pattern: a pattern of the tokens that stop generation.
         end_pattern: a pattern of the end of a turn in the template's own text.
 
-    A template that cannot print content as a string is given lists of parts, `[{"type": "text", "text": …}]`.
+    A template that prints the generation prompt after every chat has that prompt as well, although the flag adds none.
 
     `turn_ends` are found by comparing two closed turns, the last one of a chat and one before a user's turn:
 
@@ -58,6 +63,7 @@ class ChatTemplate:
         stop_tokens: Sequence[str] = (),
         left_out: re.Pattern[str] | None = None,
         today: str | None = None,
+        end_of_chat: str = "auto",
     ) -> None:
         """Probe the template. Raises `UsageError` if it renders no answered chat.
 
@@ -69,39 +75,46 @@ class ChatTemplate:
             stop_tokens: the stop tokens of the model's generation config.
             left_out: a pattern that is removed from every rendered text.
             today: the day that the template prints as today's, 2026-11-25; None: the present day.
+            end_of_chat: the token that ends chats whose last turn the template leaves open; "auto": the token with
+                which the next turn would begin, where generation stops at it; "none": nothing.
         """
-        self.tokenizer, self.template, self._left_out = tokenizer, template, left_out
-        self.kwargs = template_kwargs
-        if prints_date(self.source):
-            # All renderings get the same time, because they must give the same text.
-            now = datetime.fromisoformat(today) if today else datetime.now()
-            self.kwargs = {"strftime_now": now.strftime, **template_kwargs}
-        added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
-        self.special = any_of({*tokenizer.all_special_tokens, *added} - {""})
-        stops = {tokenizer.eos_token or "", *stop_tokens} - {""}
-        self.stop_pattern = any_of(stops)
-        self._content_in_parts = False
-        try:
-            self.turn_ends = self._probe(end_of_turn)
-        except BadRecord as error:
-            raise UsageError(f"the chat template must render a user and an assistant turn; {error}") from error
-        self.end_pattern = any_of({*self.turn_ends} if end_of_turn else {*self.turn_ends, *stops})
+        super().__init__(tokenizer, template, template_kwargs, left_out, today)
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self.special = any_of({*tokenizer.all_special_tokens, *map(str, added)} - {""})
+        control = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)} - {""}
+        # An argument that is a special token and nothing else is that token; any other one is text.
+        tokens = {name: value for name, value in template_kwargs.items() if isinstance(value, str) and value in control}
+        self._constants |= tokens
+        self.arguments = {name: value for name, value in template_kwargs.items() if name not in tokens}
+        given = {end_of_chat} - {"auto", "none"}
+        self._stops = {tokenizer.eos_token or "", *stop_tokens, *given} - {""}
+        self.stop_pattern = any_of(self._stops)
+        self._end_of_turn, self._end_of_chat = end_of_turn, end_of_chat
+        if end_of_chat not in ("auto", "none") and not self.special.fullmatch(end_of_chat):
+            needed = "must be auto, none or an added token of the tokenizer, at which generation stops"
+            raise UsageError(f"end_of_chat {needed}; got {end_of_chat!r}")
+        self._probe()
 
-    @property
-    def sources(self) -> list[str]:
-        """The template's Jinja sources; several if the tokenizer names templates."""
-        source = self.template or self.tokenizer.chat_template
-        return [source] if isinstance(source, str) else list(source.values())
-
-    @cached_property
-    def source(self) -> str:
-        """All sources in one text."""
-        return "\n".join(self.sources)
+    def probed_with(self, arguments: dict[str, Any]) -> "ChatTemplate":
+        """Return the template with other arguments, which is probed again. Raises `UsageError`."""
+        other = self.with_arguments(arguments)
+        for name in ("thought_field", "opener", "_after_call"):
+            vars(other).pop(name, None)
+        other._probe()
+        return other
 
     @cached_property
-    def marks_generation(self) -> bool:
-        """Whether the template itself marks the generated text, with `{% generation %}`."""
-        return bool(re.search(r"\{%-?\s*generation\s*-?%\}", self.source))
+    def opener(self) -> str | None:
+        """The special token that begins the assistant's turn, as it may every turn, and ends none."""
+        first = self.special.match(self.header)
+        return first[0] if first and not self.end_pattern.fullmatch(first[0]) else None
+
+    def end_of_chat(self, is_call: bool) -> str:
+        """Return the text that is to end a chat whose last turn the template leaves open, or "".
+
+        is_call: the turn ends with a call of a tool.
+        """
+        return self._after_call if is_call else self._after_words
 
     @cached_property
     def thought_field(self) -> str | None:
@@ -109,77 +122,10 @@ class ChatTemplate:
         for name in REASONING_FIELDS:
             for arguments in ({"n": "1"}, '{"n": "1"}'):
                 call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-                turn = {"role": "assistant", "content": "", name: "Zq7thought", "tool_calls": [call]}
-                if "Zq7thought" in (self.try_render([{"role": "user", "content": "hi"}, turn]) or ""):
+                turn = {"role": "assistant", "content": "", name: _THOUGHT, "tool_calls": [call]}
+                if _THOUGHT in (self.try_render([{"role": "user", "content": "hi"}, turn]) or ""):
                     return name
         return None
-
-    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False) -> str:
-        """Render a chat, with the generation prompt if asked. Raises `BadRecord`."""
-        try:
-            text = self._print(self._as_given(messages), tools, generation)
-        except Exception as error:  # a template's code may raise anything
-            raise _template_error(error) from error
-        return text if self._left_out is None else self._left_out.sub("", text)
-
-    def _print(self, messages: Sequence[Message], tools: list[Any] | None, generation: bool) -> str:
-        if self._jinja is None:
-            text: str = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                chat_template=self.template,
-                tokenize=False,
-                add_generation_prompt=generation,
-                **self.kwargs,
-            )
-            return text
-        sandbox, variables = self._jinja
-        messages[0]  # IndexError, as in transformers
-        source = self.tokenizer.get_chat_template(self.template, tools)
-        given = {"messages": sandbox.with_reasoning(messages), "tools": tools, "add_generation_prompt": generation}
-        return sandbox.compiled(source)({**variables, **given})
-
-    @cached_property
-    def _jinja(self) -> tuple[Any, dict[str, Any]] | None:
-        """The renderer and variables; None for tokenizers with their own."""
-        from transformers import PreTrainedTokenizerBase  # here: the writing process does not need it
-
-        from verl_ext.text.chat import sandbox
-
-        own = getattr(self.tokenizer.apply_chat_template, "__func__", None)
-        if own is not PreTrainedTokenizerBase.apply_chat_template:  # such as mistral-common's
-            return None
-        return sandbox, {"documents": None, **self.tokenizer.special_tokens_map, **self.kwargs}
-
-    def try_render(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, generation: bool = False
-    ) -> str | None:
-        """Render a chat; return None if the template refuses it."""
-        try:
-            return self.render(messages, tools, generation)
-        except BadRecord:
-            return None
-
-    def _as_given(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return [_in_parts(message) for message in messages] if self._content_in_parts else messages
-
-    def generation_blocks(self, chat: Chat) -> list[Span]:
-        """Return the spans that `apply_chat_template(return_assistant_tokens_mask=True)` marks."""
-        from verl_ext.text.chat import sandbox  # here: the writing process does not need transformers
-
-        try:
-            source = self.tokenizer.get_chat_template(self.template, chat.tools)
-            given = {"messages": sandbox.with_reasoning(self._as_given(chat.messages)), "tools": chat.tools}
-            variables = {**self.tokenizer.special_tokens_map, **self.kwargs}
-            text, spans = sandbox.render_with_blocks(source, {**variables, **given})
-        except Exception as error:
-            raise _template_error(error) from error
-        gaps = [gap.span() for gap in self._left_out.finditer(text)] if self._left_out else []
-
-        def moved(at: int) -> int:
-            return at - sum(min(stop, at) - start for start, stop in gaps if start < at)
-
-        return [(moved(start), moved(stop)) for start, stop in spans]
 
     def with_arguments_as_printed(self, chat: Chat) -> tuple[Chat, str]:
         """Return the chat and its text, arguments as the template takes them.
@@ -239,21 +185,39 @@ class ChatTemplate:
         length = common_prefix(a, b)
         return min(self.token_edge(a, length), self.token_edge(b, length))
 
-    def _probe(self, end_of_turn: str | None) -> list[str]:
+    def _probe(self) -> None:
+        """Find the generation prompt and the ends of turns. Raises `UsageError`."""
+        self._content_in_parts, end_of_turn = False, self._end_of_turn
+        try:
+            self.turn_ends = self._probed()
+        except BadRecord as error:
+            raise UsageError(f"the chat template must render a user and an assistant turn; {error}") from error
+        self.end_pattern = any_of({*self.turn_ends} if end_of_turn else {*self.turn_ends, *self._stops})
+        self._after_words = "" if self._end_of_chat == "none" else self._appended()
+        if self._is_left_open and self._end_of_chat not in ("auto", "none", *self.turn_ends):
+            self.turn_ends.append(self._end_of_chat)
+
+    def _probed(self) -> list[str]:
         """Render a plain chat, and return the template's ends of turns."""
         before, tools, last = self._usable_chat()
-        base, prompt = self.render(before, tools), self.render(before, tools, generation=True)
+        self._usable = before, tools
+        base, prompt = (_in_own_case(self.render(before, tools, generation)) for generation in (False, True))
         if _QUESTION not in prompt:
             raise BadRecord("template_error", "it leaves a turn's content out")
+        first_header = base.split(_QUESTION)[0]
         base, prompt = base.split(_QUESTION)[-1], prompt.split(_QUESTION)[-1]
-        self.generation_prompt = prompt[common_prefix(base, prompt) :]
         gap = last.split(_QUESTION)[-1].split(_ANSWER)[0]
+        own = self._before_header(base, prompt, first_header)
+        self.generation_prompt = prompt[own:] or self._standing_prompt(base, gap, first_header)
         self.header = self.generation_prompt.lstrip()  # some templates print it without the white space before it
         self.header_length = longest_prefix_in(self.header, gap)[0]
         last_tail = last.split(_ANSWER)[-1]
-        inner = self.try_render([*before, _ASSISTANT, _USER], tools) or ""
+        inner = _in_own_case(self.try_render([*before, _ASSISTANT, _USER], tools) or "")
         inner_tail = inner.split(_ANSWER)[-1].split(_QUESTION)[0]
-        if end_of_turn:
+        self._tails = last_tail, inner_tail
+        # How the template frames a chat's turns, whatever its arguments print before the first one.
+        self.framing = base, prompt, last.partition(_QUESTION)[2], inner.partition(_QUESTION)[2]
+        if end_of_turn := self._end_of_turn:
             if end_of_turn not in f"{last_tail}\0{inner_tail}":
                 raise UsageError(
                     "end_of_turn must be a text that the chat template writes after an assistant's words; got"
@@ -266,7 +230,6 @@ class ChatTemplate:
             self.header_length, longest_prefix_in(self.header, inner.split(_QUESTION)[1].split(_ANSWER)[0])[0]
         )
         both = inner_tail[: self.common_prefix(last_tail, inner_tail)]
-        first_header = inner.split(_QUESTION)[0]
         tokens = self.special.findall(both)
         if last_tail[len(both) :].strip() and len(tokens) > 1 and tokens[-1] in first_header:
             both = both[: both.rindex(tokens[-1])]  # it begins a next turn's header, which ends every chat
@@ -274,6 +237,59 @@ class ChatTemplate:
             return [end for end in [self._turn_end(both)] if end]
         ends = [self._inner_turn_end(inner_tail, first_header), self._turn_end(last_tail)]
         return [end for end in ends if self.special.search(end)]  # text that only ends a chat ends no turn
+
+    def _standing_prompt(self, base: str, gap: str, first_header: str) -> str:
+        """Return the generation prompt that a template prints after every chat, or "".
+
+        base: the text after a chat's last question. gap: the text between a question and its answer. What `base` has
+        beyond the question's own turn is the prompt.
+        """
+        before, tools = self._usable
+        two = _in_own_case(self.try_render([*before, _USER], tools) or "").split(_QUESTION)
+        between = two[1] if len(two) == 3 else ""
+        # A template may refuse two questions in a row, or join their words.
+        prompt = base[self._before_header(base, between if between.strip() else gap, first_header) :]
+        return prompt if prompt.strip() else ""
+
+    def _before_header(self, text: str, other: str, first_header: str) -> int:
+        """Return where the texts after a turn's words depart, or where the header begins in which they do."""
+        own = self.common_prefix(text, other)
+        tokens = self.special.findall(text[:own])
+        if own < len(text) and len(tokens) > 1 and tokens[-1] in first_header:
+            return text.rindex(tokens[-1], 0, own)
+        return own
+
+    def _appended(self) -> str:
+        """Return the text that ends a chat as the next turn's first token ends an earlier turn, or ""."""
+        last_tail, inner_tail = self._tails
+        is_auto = self._end_of_chat == "auto"
+        end = any_of({*self.turn_ends, *self._stops} if is_auto else {self._end_of_chat}).search(inner_tail)
+        # Nothing but tokens may stand before it, and none of them in the last turn.
+        is_next = end and self.special.fullmatch(end[0]) and not self.special.sub("", inner_tail[: end.start()]).strip()
+        if self._is_left_open and end and is_next:
+            return inner_tail[: end.end()].removeprefix(last_tail)
+        return "" if is_auto else self._end_of_chat
+
+    @property
+    def _is_left_open(self) -> bool:
+        """Whether nothing ends a chat's last turn of words."""
+        return not self._tails[0].strip()
+
+    @cached_property
+    def _after_call(self) -> str:
+        """The text that ends a chat whose last turn calls a tool."""
+        before, tools = self._usable
+        chats = [*before, _CALLING], [*before, _CALLING, _RESULT]
+        last, inner = (_in_own_case(self.try_render(chat, tools) or "") for chat in chats)
+        if self._end_of_chat == "none" or _ANSWER not in last or _QUESTION not in inner.split(_ANSWER)[-1]:
+            return self._after_words
+        last_tail, inner_tail = last.split(_ANSWER)[-1], inner.split(_ANSWER)[-1].split(_QUESTION)[0]
+        closers = self.common_prefix(last_tail, inner_tail)
+        token = self.special.match(inner_tail[closers:].lstrip())
+        if last_tail[closers:].strip() or token is None or token[0] not in self._stops:
+            return self._after_words
+        space = inner_tail[closers:]
+        return space[: len(space) - len(space.lstrip())].removeprefix(last_tail[closers:]) + token[0]
 
     def _usable_chat(self) -> tuple[list[Message], list[Any] | None, str]:
         """Return (messages, tools, answered text) of the first chat that renders."""
@@ -284,7 +300,7 @@ class ChatTemplate:
         for self._content_in_parts in (False, True):
             for messages, tools in tries:
                 try:
-                    text = self.render([*messages, _ASSISTANT], tools)
+                    text = _in_own_case(self.render([*messages, _ASSISTANT], tools))
                     if _QUESTION in text and _ANSWER in text:
                         return messages, tools, text
                 except BadRecord as error:
@@ -306,21 +322,6 @@ class ChatTemplate:
             return ""  # there is none, or it begins a user's turn
         stop = self.stop_pattern.search(tail)
         return stop[0] if stop else first[0]
-
-
-def _template_error(error: Exception) -> BadRecord:
-    return BadRecord("template_error", f"the chat template fails: {first_line(error)}")
-
-
-def _in_parts(message: Message) -> Message:
-    """Return the message with content in parts, as vision models' templates expect."""
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def prints_date(source: Any) -> bool:
-    """Tell whether a template, or one of several, may print today's date."""
-    return "strftime_now" in str(source)
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

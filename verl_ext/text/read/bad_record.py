@@ -51,7 +51,7 @@ def check_characters(text: str) -> None:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError as error:
-        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is no character") from error
+        raise BadRecord("invalid_text", "the text has half a surrogate pair, which is not a character") from error
 
 
 def short_text(value: Any) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 from verl_ext.options import DataError, UsageError, first_line
 
 HUB_HINT = "owner/name[:config][:split][[:1000]]"
-_HUB_PREFIX = "hf://datasets/"
+HUB_PREFIX = "hf://datasets/"
 HUB = re.compile(
-    rf"(?P<prefix>{_HUB_PREFIX})?(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<revision>[^@:/]+))?(:(?P<config>[^:/]+))??"
+    rf"(?P<prefix>{HUB_PREFIX})?(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<revision>[^@:/]+))?(:(?P<config>[^:/]+))??"
     r"(:(?P<split>[^:/\[\]]+))?(?P<slice>\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?"
 )
 
@@ -26,7 +26,8 @@ def host_errors(url: str, what: str = "") -> Iterator[None]:
     except (DataError, UsageError):
         raise
     except Exception as error:
-        raise DataError(f"{url}: cannot be read{what}: {first_line(error)}") from error
+        hint = ": `hdfs dfs -get` copies it to a folder, which can be read" if url.startswith("hdfs://") else ""
+        raise DataError(f"{url}: cannot be read{what}: {first_line(error)}{hint}") from error
 
 
 def hub_version(match: re.Match[str]) -> str:
@@ -50,7 +51,7 @@ def hub_split(url: str, key: str) -> tuple[str, str, int | None]:
         num_bytes = num_bytes and size and num_bytes * max(min(size, size if last is None else last) - first, 0) // size
     given = [("@", match["revision"]), (":", match["config"]), (":", split), ("", match["slice"])]
     named = "".join(f"{sign}{part}" for sign, part in given if part)
-    return f"{_HUB_PREFIX}{match['name']}{named}", "hub", num_bytes
+    return f"{HUB_PREFIX}{match['name']}{named}", "hub", num_bytes
 
 
 def _hub_rows(match: re.Match[str], size: int | None, key: str) -> tuple[int, int | None]:
@@ -99,6 +100,6 @@ def _hub_dataset(url: str) -> tuple[Any, dict[str, Any], re.Match[str]]:
     assert match is not None, "is_hub_name has seen it"
     what = f" as a Hub dataset, {HUB_HINT}" if match["prefix"] else f" here as a file, nor as a Hub dataset, {HUB_HINT}"
     with host_errors(url, what):
-        name = f"{_HUB_PREFIX}{match['name']}"
+        name = f"{HUB_PREFIX}{match['name']}"
         builder = datasets.load_dataset_builder(name, match["config"], revision=match["revision"])
         return builder, dict(builder.as_streaming_dataset()), match

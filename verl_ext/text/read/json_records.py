@@ -20,6 +20,10 @@ _LONGEST_TOKEN = 32  # characters before a block's end; an element that is cut o
 _BLANKS = re.compile(r"[ \t\r\n]*")
 
 
+class TableRow(dict[str, Any]):
+    """A row of a table as a record, whose cells may hold JSON where JSON itself would have a list."""
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
@@ -36,7 +40,7 @@ def _number(text: str) -> float:
 
 
 def _constant(name: str) -> NoReturn:
-    raise BadRecord("malformed_json", f"malformed JSON: {name} is no JSON")
+    raise BadRecord("malformed_json", f"malformed JSON: {name} is not JSON")
 
 
 _STRICT = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_constant)
@@ -89,7 +93,7 @@ def from_json(value: Any, name: str) -> Any:
     try:
         return parse_json(value)
     except BadRecord as error:
-        raise BadRecord(error.reason, f"{name} is a string that is no JSON: {error}") from error
+        raise BadRecord(error.reason, f"{name} is a string that is not JSON: {error}") from error
 
 
 class JsonList:

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 from verl_ext.options import DataError, first_line
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.hub import hub_tables
-from verl_ext.text.read.json_records import JsonList, parse_line, repeated_name
+from verl_ext.text.read.json_records import JsonList, TableRow, parse_line, repeated_name
 from verl_ext.text.read.shards import STATE, STREAM_END, parse_shards, read_shards
 from verl_ext.text.read.sources import OpenedFile, SourceFile, encoding_problem, is_url, open_source
 
@@ -207,8 +207,21 @@ def _rows(source: SourceFile, stream: BinaryIO) -> Records:
                 yield (line, _row_record(header, row)), sum(map(len, row))
             line = reader.line_num + 1
         text.detach()  # it would close the file, whose end is yet to be checked
-    except (csv.Error, UnicodeDecodeError) as error:
+    except csv.Error as error:
         raise DataError(f"{source.path}:{reader.line_num}: malformed CSV: {first_line(error)}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(_undecodable_line(source.path)) from error  # the text was decoded far ahead of the rows
+
+
+def _undecodable_line(path: str) -> str:
+    """Return an error for the first line of a file that is not UTF-8."""
+    with open_source(path) as file:
+        for number, line in enumerate(file.stream, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return f"{path}:{number}: must be UTF-8; byte {error.start + 1} of the line is not"
+    return f"{path}: must be UTF-8; a character is cut"
 
 
 def _row_record(header: list[str], row: list[str]) -> Any:
@@ -217,7 +230,7 @@ def _row_record(header: list[str], row: list[str]) -> Any:
         return BadRecord("malformed_row", f"malformed CSV: {len(row)} cells in a row, {len(header)} in the header")
     if any("\0" in cell for cell in row):
         return BadRecord("nul_byte", "malformed CSV: a cell has a NUL byte")
-    record: dict[str, Any] = {key: value or None for key, value in zip(header, row, strict=True)}
+    record = TableRow({key: value or None for key, value in zip(header, row, strict=True)})
     for key in ("loss_weight", "weight"):
         if record.get(key) is not None:
             try:

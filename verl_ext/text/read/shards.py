@@ -29,7 +29,7 @@ def parse_shards(content: str) -> tuple[Shard, ...]:
     if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
         raise ValueError(f"its {STATE} names no files")
     if state.get("_indices_data_files"):
-        raise ValueError("its rows are in an order of their own: save it anew")
+        raise ValueError("its rows are in an order of their own: save it again")
     shards = []
     for file in files:
         name, size, checksum = file.get("filename"), file.get("bytes"), file.get("xxh3_128")

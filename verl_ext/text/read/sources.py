@@ -17,13 +17,14 @@ import lzma
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 from urllib.parse import urlsplit
 
-from verl_ext.files import file_state
+from verl_ext.files import CATEGORIES, REPORT, file_state
 from verl_ext.options import DataError, UsageError, first_line
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.compression import COMPRESSIONS
@@ -32,6 +33,7 @@ from verl_ext.text.read.hub import HUB, host_errors, hub_split, hub_version
 # The kind of a file by its suffix; `readers.READERS` has the reader of each kind.
 SUFFIXES = {
     ".jsonl": "jsonl",
+    ".jsonlines": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
     ".parquet": "parquet",
@@ -41,6 +43,20 @@ SUFFIXES = {
 }
 _ARROW_FILES = ("state.json", "dataset_info.json")  # the files of a folder written by save_to_disk
 _SPLITS = "dataset_dict.json"  # the file of a folder that has one folder for each split
+# Files that accompany data: nobody expects them to be read.
+_NOTES = (
+    "readme",
+    "license",
+    "licence",
+    "copying",
+    "notice",
+    "authors",
+    "citation",
+    "changelog",
+    "makefile",
+    "dockerfile",
+)
+_NOTE_SUFFIXES = (".md", ".rst", ".py", ".sh", ".ipynb", ".cff", ".bib", ".md5", ".sha1", ".sha256", ".crc", ".lock")
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 _READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, MemoryError)
 _Sizes = dict[str, int | None]  # bytes of files by path or URL; None if unknown
@@ -54,12 +70,18 @@ class SourceFile:
     path: str  # or URL
     kind: str  # one of SUFFIXES, arrow or hub
     num_bytes: int | None  # None: not known before it is read
+    left_out: tuple[str, ...] = ()  # on the first file of a folder: those below it that are not read
 
 
 def total_bytes(files: Iterable[SourceFile]) -> int | None:
     """Return all files' bytes; None if the size of one is unknown."""
     sizes = [file.num_bytes for file in files]
     return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def files_left_out(files: Iterable[SourceFile]) -> Counter[str]:
+    """Count the files of the sources' folders that are not read, by their suffix."""
+    return Counter(Path(path).suffix or file_name(path) for file in files for path in file.left_out)
 
 
 def is_url(path: str) -> bool:
@@ -89,6 +111,12 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     return plain if is_url(plain) else os.path.abspath(os.path.expanduser(plain))
 
 
+def is_there(path: str) -> bool:
+    """Return whether a path or glob leads to something on this machine; of a URL only reading it tells."""
+    path = os.path.expanduser(local_path(path))
+    return is_url(path) or os.path.exists(path) or bool(glob.glob(path, recursive=True))
+
+
 def file_name(path: str) -> str:
     """Return the last part of a path or URL, without a query."""
     return Path(urlsplit(path).path if path.startswith(("http://", "https://")) else path).name
@@ -111,8 +139,10 @@ def kind_of(path: str | Path) -> str | None:
 def find_source_files(patterns: dict[str, list[str]], key: str | None = None) -> list[SourceFile]:
     """Return every category's files, in the order of categories and patterns.
 
-    The files of one pattern are sorted by name. Raises `UsageError`, which names `key` (by default
-    `sources.<category>`), if a path is missing or of no known format, and `DataError` if a file cannot be read.
+    The files of one pattern are sorted by name. Of a folder, files of other formats are left out, which its first file
+    lists, and notes such as README.md are passed over. Raises `UsageError`, which names `key` (by default
+    `sources.<category>`), if a path is missing or of no known format, or if a folder has a file whose name hides its
+    format, and `DataError` if a file cannot be read.
     """
     return [
         SourceFile(category_id, *found)
@@ -122,22 +152,22 @@ def find_source_files(patterns: dict[str, list[str]], key: str | None = None) ->
     ]
 
 
-def _found(pattern: str, key: str) -> Iterator[tuple[str, str, int | None]]:
-    """Yield (path, kind, bytes) of each file of a pattern."""
+def _found(pattern: str, key: str) -> Iterator[tuple[Any, ...]]:
+    """Yield (path, kind, bytes) of each file of a pattern, and with the first of a folder what is left out."""
     if is_hub_name(pattern):
         yield hub_split(pattern, key)
         return
     is_empty = True
     for sizes, is_folder in _remote_files(pattern, key) if is_url(pattern) else _local_files(pattern, key):
-        kinds = _kinds_below(sizes, key) if is_folder else {path: kind_of(path) for path in sizes}
+        kinds, left_out = _kinds_below(sizes, key) if is_folder else ({path: kind_of(path) for path in sizes}, [])
         for path, kind in kinds.items():
-            if kind is None:  # a named file; files of unknown formats in a folder are left out
+            if kind is None:
                 raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
             own = [sizes[path]] if kind != "arrow" else [sizes[name] for name in sizes if os.path.dirname(name) == path]
             if kind != "arrow" and not is_url(path):
                 _check_regular(path, key)
-            yield path, kind, None if None in own else sum(size or 0 for size in own)
-            is_empty = False
+            yield path, kind, None if None in own else sum(size or 0 for size in own), tuple(left_out)
+            is_empty, left_out = False, []
     if is_empty:
         raise UsageError(f"{key} must be {KNOWN_FORMATS}; {pattern} has none")
 
@@ -181,27 +211,48 @@ def _refuse(error: OSError) -> NoReturn:
     raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
 
-def _kinds_below(files: _Sizes, key: str) -> dict[str, str | None]:
-    """Return a folder's files of known kinds; Arrow folders replace theirs.
+def _kinds_below(files: _Sizes, key: str) -> tuple[dict[str, str | None], list[str]]:
+    """Return the kinds of a folder's files, and those that are left out; Arrow folders replace their files.
 
-    Text files next to files of another format are notes and left out.
+    Text files next to files of another format are left out. Raises `UsageError` for a name that hides a file's format,
+    such as data.jsonl.zip or part-00001: half of the data might be missing.
     """
     kinds: dict[str, str | None] = {}
+    left_out = []
     for path in files:
         folder, name = os.path.split(path)
         if name == _SPLITS:
             below = (file.removeprefix(f"{folder}/").split("/") for file in files if file.startswith(f"{folder}/"))
             splits = sorted({parts[0] for parts in below if len(parts) > 1})
             raise UsageError(f"{key} must name one split of the Arrow folder {folder}; it has {', '.join(splits)}")
+        kind = kind_of(path)
         if all(f"{folder}/{name}" in files for name in _ARROW_FILES):
             kinds[folder] = "arrow"
-        elif kind := kind_of(path):
+            if not name.endswith(".arrow") and name not in (*_ARROW_FILES, REPORT, CATEGORIES):
+                left_out += [] if _is_note(name) else [path]
+        elif kind:
             kinds[path] = kind
-    return {path: kind for path, kind in kinds.items() if kind != "text"} or kinds
+        elif not _is_note(name):
+            plain = without_compression(name.lower())
+            ending = Path(plain).suffix
+            if kind_of(plain) or kind_of(plain.removesuffix(ending)) or ending[1:].isdigit() or not ending:
+                needed = "have files alone whose names end in the suffix of their format"
+                way_out = f"a glob such as {folder}/*.jsonl names those to read"
+                raise UsageError(f"{key} must {needed}, or {way_out}; got {path}")
+            left_out.append(path)
+    read = {path: kind for path, kind in kinds.items() if kind != "text"} or kinds
+    notes = [path for path in kinds if path not in read]
+    return read, sorted([*left_out, *(path for path in notes if not _is_note(os.path.basename(path)))])
+
+
+def _is_note(name: str) -> bool:
+    """Return whether a file accompanies data by its name, as README.txt, LICENSE, _SUCCESS and code do."""
+    path = Path(name.lower())
+    return path.stem in _NOTES or path.suffix in _NOTE_SUFFIXES or (name.startswith("_") and not path.suffix)
 
 
 def _check_regular(path: str, key: str) -> None:
-    """Refuse files that block their reader, or whose names are no UTF-8."""
+    """Refuse files that block their reader, or whose names are not UTF-8."""
     try:
         path.encode()
     except UnicodeEncodeError as error:
@@ -287,7 +338,7 @@ class OpenedFile:
 
 
 def encoding_problem(start: bytes) -> str | None:
-    """Return why a file's first four bytes are no UTF-8, or None."""
+    """Return why a file's first four bytes are not UTF-8, or None."""
     if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):
         return "it is UTF-32"
     if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):

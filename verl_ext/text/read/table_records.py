@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from verl_ext.options import DataError, first_line
 from verl_ext.text.read.bad_record import BadRecord
-from verl_ext.text.read.json_records import parse_json, repeated_name
+from verl_ext.text.read.json_records import TableRow, parse_json, repeated_name
 
 UNREAD = BadRecord("unreadable_row", "the field is not read")  # the value of a field that is there
 # ArrowInvalid is a ValueError, as are Python's errors for impossible dates and for text that is not UTF-8.
@@ -63,7 +63,7 @@ def table_records(
                 values[name] = _column(part.select([name]), name, converts[name])
             else:
                 values[name] = [UNREAD if it_is else None for it_is in is_there[name].slice(first, rows).to_pylist()]
-        yield [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)], size
+        yield [TableRow(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)], size
 
 
 def _parts(table: Any, first: int, rows: int, records: int, num_bytes: int) -> Iterator[tuple[int, int, int]]:

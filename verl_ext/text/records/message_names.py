@@ -11,7 +11,7 @@ from typing import Any
 from verl_ext.options import choice_problem, spell
 from verl_ext.text.read.bad_record import BadRecord, readable_value
 from verl_ext.text.read.json_records import parse_json
-from verl_ext.text.records.messages import LEARN_FIELDS, ROLES, TEMPLATE_FIELDS
+from verl_ext.text.records.messages import LEARN_FIELDS, OWN_ROLE, ROLES, TEMPLATE_FIELDS
 
 KNOWN_ROLES = tuple(dict.fromkeys(ROLES.values()))
 MESSAGE_FIELDS = (*sorted(TEMPLATE_FIELDS), *LEARN_FIELDS)
@@ -58,7 +58,9 @@ class MessageNames:
         at = "role" if "role" in message else "from"
         role = readable_value(message.get(at))
         known = {name.lower(): role for name, role in self.roles.items()}
-        return {**message, at: known.get(role.lower(), role)} if isinstance(role, str) else message
+        if not isinstance(role, str) or role.lower() not in known:
+            return message
+        return {**message, at: known[role.lower()], OWN_ROLE: role}
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake in `roles` and `message_columns`."""

@@ -24,10 +24,10 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from verl_ext.endpoint.reasoning import REASONING_TAGS
 from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.read.json_records import from_json, parse_json
 from verl_ext.text.read.readers import TextFile
+from verl_ext.text.records.reasoning import REASONING_TAGS
 from verl_ext.text.records.tool_calls import called, function_of, read_calls
 
 ROLES = {
@@ -36,6 +36,7 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
     **dict.fromkeys(("function_call", "tool_call"), "function_call"),
     **dict.fromkeys(("tool", "function", "function_response", "observation", "tool_response"), "tool"),
+    **dict.fromkeys(("environment", "ipython"), "tool"),
 }
 LEARN_FIELDS = ("weight", "loss", "loss_mask", "train", "training", "trainable")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -43,6 +44,8 @@ _THOUGHT = re.compile("|".join(rf"\s*{re.escape(a)}(.*?){re.escape(b)}" for a, b
 _PART_FIELDS = ("train_on_reasoning", "train_on_tool_calls", "train_detail", *REASONING_FIELDS)
 TEMPLATE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", *REASONING_FIELDS))
 TOOL_FIELDS = ("tools", "functions")
+_NO_WORDS = ("name", "tool_call_id", "id", *_PART_FIELDS[:3])  # fields that say nothing for a message without content
+OWN_ROLE = "role in the record"  # the field of a message in which `MessageNames` keeps the name of a renamed role
 MEDIA = ("image", "audio", "video")
 FLOAT32 = (1.5e-45, 3.4e38)  # the smallest and largest weights
 _PLACEHOLDER = re.compile(r"\n?<(?:image|audio|video)>\Z|<(?:image|audio|video)>\n?")
@@ -71,6 +74,8 @@ class Turn(NamedTuple):
     argument_texts: Mapping[int, str] = MappingProxyType({})  # as in `Chat`, by the call's index in the turn
     is_call: bool = False  # a message of its own for calls, which continues the assistant's turn before it
     has_thought: bool = False  # its content is a thought in tags, which a call follows
+    role: str = ""  # its role's name in the record, if that is another one
+    unsaid: str = ""  # its place in the record, if it has no content, and other fields may say what it does
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,10 @@ class Chat:
     text; in `messages` all arguments are objects. template_kwargs: the record's own arguments of the template.
     thoughts: the indices of messages whose content is a thought in tags, and a call follows. shared: the number of
     leading messages that are the prompt of several answers; 0 for a chat alone.
+    roles: {index of a message that is not an assistant's: its role's name in the record, if that is another one}, under
+    which a template that compares it gets the message. unsaid: {index of a message without content: its place}, of
+    which the template must read another field. system_tools: {index of a system message: its tools}, which are also
+    `tools`, and stay in the message if the template reads them there.
     """
 
     messages: list[Message]
@@ -93,6 +102,9 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     thoughts: tuple[int, ...] = ()
     shared: int = 0
+    roles: dict[int, str] = field(default_factory=dict)
+    unsaid: dict[int, str] = field(default_factory=dict)
+    system_tools: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def with_thoughts_in(self, name: str) -> "Chat":
         """Return the chat with its `thoughts` in a field, without their tags."""
@@ -142,7 +154,7 @@ class PlainText:
 class MessageReader:
     """A reader of messages, which counts what it changes.
 
-    dropped: the images, audio and video left out. text_calls: the messages of calls (`function_call`) that are no JSON
+    dropped: the images, audio and video left out. text_calls: the messages of calls (`function_call`) that are not JSON
     of a call, and are read as text.
     """
 
@@ -172,13 +184,15 @@ class MessageReader:
         name, text = raw.get("role"), raw.get("content")
         role = ROLES.get(name, "function_call") if isinstance(name, str) else "function_call"
         if len(raw) == 2 and isinstance(text, str) and role != "function_call":  # as most messages are
-            return Turn({"role": role, "content": text})
+            return Turn({"role": role, "content": text}, role=_own_role(str(name), role))
         fields = {key: value for key, value in raw.items() if value is not None}
+        own_name = fields.pop(OWN_ROLE, None)
         name = fields.pop("role", None) or fields.pop("from", None)
         if not isinstance(name, str) or name.lower() not in ROLES:
             known = f"known roles: {', '.join(ROLES)}; roles={{NAME: tool}} reads another as one of these"
             raise BadRecord("unknown_role", f"{where} has role {short_text(name)}; {known}")
         role = ROLES[name.lower()]
+        own_role = _own_role(str(own_name or name), role)
         weight = _learnt(fields, where)
         tools = {key: fields.pop(key) for key in TOOL_FIELDS if key in fields} if role == "system" else {}
         if "function_call" in fields:
@@ -188,8 +202,11 @@ class MessageReader:
             fields["tool_calls"] = called([from_json(fields.pop("function_call"), name)], name)["tool_calls"]
         text = fields.pop("content", None)
         text = fields.pop("value", None) if text is None else text
-        if text is None and not fields.get("tool_calls"):
-            raise BadRecord("non_string_content", f"{where} ({role}) has no content")
+        unsaid = f"{where} ({role})" if text is None and not fields.get("tool_calls") else ""
+        if unsaid and not any(value for name, value in fields.items() if name not in _NO_WORDS):
+            raise BadRecord("non_string_content", f"{unsaid} has no content")
+        if role == "tool" and isinstance(text, (dict, int, float)):  # of an API's log
+            text = json.dumps(text, ensure_ascii=False)
         content, mask = text, None
         if not isinstance(text, str) or not fields.keys().isdisjoint(_PART_FIELDS):
             content, mask = self._parts(fields, "" if text is None else text, where)
@@ -212,7 +229,7 @@ class MessageReader:
                 self.text_calls += 1
         if message.get("tool_calls"):
             message["tool_calls"], texts = read_calls(message["tool_calls"], where)
-        return Turn(message, weight, mask, tools, texts, is_call, has_thought)
+        return Turn(message, weight, mask, tools, texts, is_call, has_thought, own_role, unsaid)
 
     def _parts(self, fields: dict[str, Any], text: Any, where: str) -> tuple[str, TurnMask | None]:
         """Return a message's text and its parts' weights, removed from `fields`."""
@@ -273,6 +290,11 @@ class MessageReader:
             kept = "media=drop leaves it out and keeps the text"
             raise BadRecord("vision", f"{found}, and only text is tokenized; {kept}")
         self.dropped[medium] += 1
+
+
+def _own_role(name: str, role: str) -> str:
+    """Return a role's name in the record, if a template may know another role's message by it; else ""."""
+    return name if role not in (name, "assistant", "function_call") else ""
 
 
 def thought_in(content: str) -> str:

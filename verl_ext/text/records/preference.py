@@ -86,7 +86,7 @@ def preference_of(chats: Mapping[str, Chat], scores: Sequence[float] | None = No
 
 def answer_after(chat: Chat, shared: int, name: str) -> Chat:
     """Return a chat whose prompt is its first messages; raise without it or targets."""
-    if not shared and chat.messages[0]["role"] == "assistant":
+    if not any(message["content"].strip() for message in chat.messages[:shared]):
         raise BadRecord("no_prompt", f"nothing stands before the answer in {name}")
     targets = {at: weight for at, weight in chat.targets.items() if at >= shared}
     if not targets:

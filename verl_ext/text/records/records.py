@@ -12,10 +12,12 @@ the answers to a prompt. Further fields are:
     kto_tag                   whether the last answer of a chat is desirable
     image, audios, ...        a bad record, or left out with `media=drop`
 
-`Record.unused` lists all other fields.
+A field that is null decides on the shape like any other, so that a record that lacks an answer does not pass for
+another one; of the further fields only `kto_tag` must have a value. `Record.unused` lists all other fields.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -23,29 +25,23 @@ from typing import Any, NamedTuple
 
 from verl_ext.options import choice_problem
 from verl_ext.text.read.bad_record import BadRecord, readable_value, short_text
-from verl_ext.text.read.json_records import parse_json
+from verl_ext.text.read.json_records import TableRow, parse_json
 from verl_ext.text.read.readers import TextFile, read_record
+from verl_ext.text.records.fields import LABEL, MEDIA_FIELDS, SIDE_FIELDS, WEIGHT_FIELDS, Fields
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat, as_weight, map_strings, without_placeholders
 from verl_ext.text.records.preference import Content, Preference
 from verl_ext.text.records.preference_shapes import PREFERENCES, labelled
-from verl_ext.text.records.shapes import (
-    LABEL,
-    MEDIA_FIELDS,
-    SHAPES,
-    SIDE_FIELDS,
-    WEIGHT_FIELDS,
-    Fields,
-    field_names,
-    read_content,
-)
+from verl_ext.text.records.shapes import SHAPES, field_names, read_content
 
 ALL_SHAPES = (*SHAPES, *PREFERENCES)
 _IN_TURN = (*PREFERENCES, *SHAPES)  # a preference may have the fields of a chat too
 FIELDS = field_names(ALL_SHAPES)
 _KNOWN_NAMES = MessageNames()
 
+_JSON_TEXT = re.compile(r'("(?:\\.|[^"\\])*")(\s*:)?')
 LONGEST_CATEGORY = 200  # characters
+_NOTHING = ("nan", "NaN", "NULL", "null", "None", "N/A", "NA", "<NA>")  # what programs write for an empty cell
 
 
 class Record(NamedTuple):
@@ -53,8 +49,9 @@ class Record(NamedTuple):
 
     unused: names of fields that nothing reads. message_fields: names of message fields that only a template may read,
     with the number of messages. dropped: the counts of images, audio and video that were left out. text_calls: the
-    number of messages of calls that are no JSON, and are text. has_default: whether its chat has the default system
-    prompt. is_replaced: whether a text of `replace` stood in it.
+    number of messages of calls that are not JSON but text. readings: how unusual texts were read. weight_field: the
+    record's own name of the weight's field. has_default: whether its chat has the default system prompt. is_replaced:
+    whether a text of `replace` stood in it.
     """
 
     content: Content
@@ -63,6 +60,8 @@ class Record(NamedTuple):
     message_fields: Mapping[str, int]
     dropped: Mapping[str, int]
     text_calls: int
+    readings: set[str]
+    weight_field: str | None = None
     has_default: bool = False
     is_replaced: bool = False
 
@@ -74,33 +73,39 @@ def parse_record(
     names: MessageNames = _KNOWN_NAMES,
     system: str = "",
     replace: Mapping[str, str] | None = None,
+    drop_nulls: bool = False,
 ) -> Record:
     """Parse a record by its fields. Raises `BadRecord` if unusable.
 
     `columns` maps the names above to those of the record, where `a.b` is field b of a; a field mapped to None is not
     read. With `drop_media`, images, audio and video are left out and counted. names: those of roles and fields in
     messages. system: the prompt of chats without a system message. replace: {a text in any field: what stands for it}.
+    drop_nulls: read the record as if it had no fields that are null.
     """
     raw, columns = read_record(raw), columns or {}
+    is_row = isinstance(raw, TableRow)
     try:
         # Known names first: what follows never sees the record's own.
         renamed, own_names = _renamed(raw, columns) if columns else (raw, {})
         if names:
             renamed = {key: names.known(value) for key, value in renamed.items()}
-        given = renamed
+        is_replaced = False
         if replace:
             # What is replaced may lie across two blocks of a long text file.
             given = {
-                name: "".join(each.blocks()) if isinstance(each, TextFile) else each for name, each in given.items()
+                name: "".join(each.blocks()) if isinstance(each, TextFile) else each for name, each in renamed.items()
             }
-            renamed = map_strings(given, partial(_replaced, texts=replace))
-        fields = Fields({key: value for key, value in renamed.items() if value is not None}, drop_media, system)
-        weight_name = fields.first(WEIGHT_FIELDS)
+            renamed = map_strings(given, partial(replaced, texts=replace))
+            is_replaced = renamed != given
+        if drop_nulls:
+            renamed = {name: value for name, value in renamed.items() if value is not None}
+        fields = Fields(renamed, drop_media, system, is_row)
+        weight_name = next((name for name in WEIGHT_FIELDS if name in fields.values), None)
         weight = as_weight(fields.take(weight_name), weight_name) if weight_name else None
         _drop_media_fields(fields)
         # The fields that are left after the weight and the media decide on the shape.
         content = read_content(fields, [name for name, column in columns.items() if column], _IN_TURN)
-        if LABEL in fields.values:
+        if fields.first([LABEL]):
             content = labelled(fields, content)
     except RecursionError as error:
         raise BadRecord("malformed_json", "the record is nested too deep") from error
@@ -111,26 +116,34 @@ def parse_record(
     elif isinstance(content, Chat):
         _check_weights(content, weight)
     # A field that a column took the place of is unused as well, and counted under its own name.
-    replaced = [name for name in columns if raw.get(name) is not None and name not in own_names.values()]
-    unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *replaced]))
+    overruled = [name for name in columns if name in raw and name not in own_names.values()]
+    unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *overruled]))
+    if is_row:
+        cells = (fields.values[name] for name in fields.values.keys() - fields.unread.keys())
+        fields.readings.update(f"{cell!r} as a word" for cell in cells if isinstance(cell, str) and cell in _NOTHING)
     reader = fields.reader
-    counted = unused, fields.message_fields, reader.dropped, reader.text_calls
-    return Record(content, weight, *counted, fields.has_default, renamed != given)
+    counted = unused, fields.message_fields, reader.dropped, reader.text_calls, fields.readings
+    weight_field = own_names.get(weight_name, weight_name) if weight_name else None
+    return Record(content, weight, *counted, weight_field, fields.has_default, is_replaced)
 
 
-def _replaced(text: str, texts: Mapping[str, str]) -> str:
-    """Replace texts; within JSON, as JSON writes them."""
-    is_json = False
+def replaced(text: str, texts: Mapping[str, str]) -> str:
+    """Replace texts, the longest first and all at once, so that one may become another; in JSON within its texts."""
+    pattern = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+
+    def in_text(plain: str) -> str:
+        return pattern.sub(lambda found: texts[found[0]], plain)
+
+    def in_json(found: re.Match[str]) -> str:
+        plain = json.loads(found[1])
+        other = plain if found[2] else in_text(plain)  # a name of a field stays
+        return found[0] if other == plain else json.dumps(other, ensure_ascii=False)
+
     if text.lstrip().startswith(("[", "{")):
         with suppress(BadRecord):
-            is_json = parse_json(text) is not None
-    for given, other in texts.items():
-        if not is_json:
-            text = text.replace(given, other)
-            continue
-        for form in dict.fromkeys(json.dumps(given, ensure_ascii=ascii)[1:-1] for ascii in (False, True)):
-            text = text.replace(form, json.dumps(other, ensure_ascii=False)[1:-1])
-    return text
+            if parse_json(text) is not None:
+                return _JSON_TEXT.sub(in_json, text)
+    return in_text(text)
 
 
 def _check_weights(chat: Chat, weight: float | None) -> None:

@@ -7,8 +7,21 @@ from typing import Any
 
 import numpy as np
 
-CHAT_COUNTS = ("end_of_turn", "text_ends", "context_parts", "unprinted", "unused_fields", "dropped_media")
+CHAT_COUNTS = (
+    *("end_of_turn", "text_ends", "context_parts", "unprinted", "unused_fields", "dropped_media"),
+    *("readings", "loss_weights"),
+)
 EXAMPLES = 3  # examples that the report gives for each reason
+
+
+class Ranges(dict[str, dict[str, float]]):
+    """The number of records, and the least and largest of their values, by the value's name."""
+
+    def count(self, name: str, least: float, most: float, records: float = 1) -> None:
+        """Count values of so many records."""
+        known = self.setdefault(name, {"records": 0, "least": least, "most": most})
+        known["records"] += records
+        known |= {"least": min(known["least"], least), "most": max(known["most"], most)}
 
 
 @dataclass
@@ -32,12 +45,14 @@ class Counts:
     context_parts: Counter[str] = field(default_factory=Counter)  # parts of target turns that are not targets, by kind
     dropped_reasoning: int = 0  # target turns whose reasoning was left out
     dropped_blocks: int = 0  # texts of chats that `drop_empty_reasoning` selected
-    text_calls: int = 0  # messages of calls (`function_call`) that are no JSON, and are read as text
+    text_calls: int = 0  # messages of calls (`function_call`) that are not JSON, and are read as text
     closed_again: int = 0  # parts of target turns that close a thinking block that is closed already
     unprinted: Counter[str] = field(default_factory=Counter)  # records by the kind of words that the template omits
     # Records (or messages, as `messages.<field>`) with a field that nothing reads.
     unused_fields: Counter[str] = field(default_factory=Counter)
     dropped_media: Counter[str] = field(default_factory=Counter)  # images, audio and video left out
+    readings: Counter[str] = field(default_factory=Counter)  # records by how an unusual text in them was read
+    loss_weights: Ranges = field(default_factory=Ranges)  # those of records, by the field that has them
     # Preferences: units, pairs, labels (answers alone), answers tied with the best, pairs by what is unequal in them.
     preferences: Counter[str] = field(default_factory=Counter)
     uncategorised: int = 0  # records without a value of `category_field`
@@ -67,6 +82,9 @@ class Counts:
             for name, value in vars(other).items():
                 if isinstance(value, Counter):
                     getattr(self, name).update(value)
+                elif isinstance(value, Ranges):
+                    for of, values in value.items():
+                        getattr(self, name).count(of, **values)
                 elif isinstance(value, int):
                     setattr(self, name, getattr(self, name) + value)
             for reason, examples in other.examples.items():

@@ -49,14 +49,14 @@ class ModelOptions(Options):
         return "model.tokenizer_path" if self.tokenizer_path else "model.path"
 
     def tokenizer_problems(self) -> list[str]:
-        """Return a line if the tokenizer is no folder or Hub name."""
+        """Return a line if the tokenizer is neither a folder nor a Hub name."""
         if not self.tokenizer:
             return ["model.path must name a model or tokenizer folder; got nothing"]
         return tokenizer_path_problems(self.tokenizer, self.tokenizer_key)
 
 
 def tokenizer_path_problems(path: str, key: str) -> list[str]:
-    """Return a line if a path is no folder or Hub name."""
+    """Return a line if a path is neither a folder nor a Hub name."""
     if os.path.isdir(path) or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return []
     return [f"{key} must be a folder that exists; got {path}"]
@@ -74,7 +74,7 @@ def read_template(template: str, key: str, folder: str | None = None) -> str:
     needed = f"{key} must be a Jinja template"
     try:
         if os.path.exists(path) and not os.path.isfile(path):
-            raise UsageError(f"{needed} or a file with one; got {path}, which is no regular file")
+            raise UsageError(f"{needed} or a file with one; got {path}, which is not a regular file")
         if (size := os.path.getsize(path)) > LONGEST_TEMPLATE:
             raise UsageError(f"{needed} of at most {LONGEST_TEMPLATE:,} bytes; got {path} of {size:,} bytes")
         return Path(path).read_text(encoding="utf-8")
@@ -198,7 +198,7 @@ def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
         return
     tokens = sorted(map(str, vocabulary))
     shown = ", ".join(tokens[:5]) + (", …" if len(tokens) > 5 else "")
-    found = f"which has none: only tokens that are no text, {shown}" if tokens else "which has none"
+    found = f"which has none: only tokens that are not text, {shown}" if tokens else "which has none"
     raise UsageError(f"{key} must hold a tokenizer; got {path}, {found}")
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from omegaconf import OmegaConf
 
 from verl_ext.commands.command_line import OutputOptions, command
-from verl_ext.data.babilong_answers import TASK_LABELS
+from verl_ext.data.families.babilong_answers import TASK_LABELS
 from verl_ext.files import OutputFolder
 from verl_ext.options import choice_problem, option, spell
 from verl_ext.progress import progress_bar

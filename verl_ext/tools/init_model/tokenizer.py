@@ -116,7 +116,7 @@ def training_texts(record: dict[str, Any], text_key: str) -> list[str]:
             raise BadRecord("non_string_content", f"{text_key} must be a string; got {type(text).__name__}")
         return [text]
     try:
-        content = parse_record(record).content
+        content = parse_record(record, drop_nulls=True).content
         chats = content.answers if isinstance(content, Preference) else [content]
         if texts := [m["content"] for chat in chats if isinstance(chat, Chat) for m in chat.messages]:
             return list(dict.fromkeys(texts)) if len(chats) > 1 else texts

@@ -6,17 +6,16 @@ and the three shots, never the document. The paper shuffles the shots and rates 
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import resources
 from typing import Any, ClassVar
 
-from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.endpoint.quality import read_rating
 from verl_ext.options import DataError, Options, option
-from verl_ext.text.word_count import language_of
-from verl_ext.tools.judging.chat_cases import shipped_chat_cases
-from verl_ext.tools.judging.task import SHIPPED, Case, Messages, Scores, Task, read_rows, token_ends
+from verl_ext.tools.endpoint.client import SamplingOptions
+from verl_ext.tools.endpoint.quality import read_rating
+from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows, token_ends
+from verl_ext.tools.word_count import language_of
 
 SYSTEM = "You're a good assistant at evaluating the quality of texts."
 _SHOT = "\n[Answer begins]\n{answer}\n[Answer ends]\n\nRating: [[{score}]]\n"
@@ -45,14 +44,9 @@ class LongBenchChat(Task):
     worst: ClassVar[Any] = 1.0
     needs_judge: ClassVar[bool] = True
     headlines: ClassVar[tuple[str, ...]] = ("rating",)
-    shipped_lengths: ClassVar[Sequence[int]] = (8000, 30_000, 70_000)
 
     def cases(self) -> Iterator[Case]:
         """Yield cases with shots; raise DataError unless each has three."""
-        if self.path == SHIPPED:
-            for case in shipped_chat_cases(self.lengths):
-                yield replace(case, prompt=self._cut(case.prompt))
-            return
         fields = {"idx": int, "prompt": str, "query": str, "answer": str}
         shots = read_rows(str(self.options.shots), "chat.shots", {})
         for row in read_rows(self.path, "cases", fields):

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import OutputOptions, command
-from verl_ext.endpoint.client import Client, EndpointOptions
-from verl_ext.endpoint.spending import read_price, spent
-from verl_ext.endpoint.store import Store
 from verl_ext.files import OutputFolder, write_json
 from verl_ext.options import REQUIRED, DataError, option
+from verl_ext.overrides import quoted
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
+from verl_ext.tools.endpoint.client import Client, EndpointOptions
+from verl_ext.tools.endpoint.spending import read_price, spent
+from verl_ext.tools.endpoint.store import Store
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
+from verl_ext.tools.judging.eval_prompts import EvalOptions, EvalPrompts
 from verl_ext.tools.judging.page import write_judged
 from verl_ext.tools.judging.recall import BABILong, BABILongPrompts, Needle, NeedleOptions
 from verl_ext.tools.judging.run import (
@@ -30,18 +32,18 @@ from verl_ext.tools.judging.run import (
     table,
     write_model,
 )
-from verl_ext.tools.judging.task import SHIPPED, Case, Task
+from verl_ext.tools.judging.task import Case, Task
 from verl_ext.tools.judging.under_test import LocalModel, Predictions, model_paths
 from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
 
 RESULTS, PAGE = "results.json", "page.html"
-OWN_SET = "cases of verl-ext's own, not the published set: figures are not comparable with published ones"
 TASKS: dict[str, type[Task]] = {
     "longbench_write": LongBenchWrite,
     "longwrite_ruler": LongWriteRuler,
     "longbench_chat": LongBenchChat,
     "needle": Needle,
     "babilong": BABILong,
+    "prompts": EvalPrompts,
 }
 
 
@@ -61,13 +63,13 @@ class JudgeOptions(OutputOptions):
     """
 
     marker: ClassVar[str] = RESULTS
+    gone: ClassVar[Mapping[str, str]] = {"lengths": "no cases are shipped: give a benchmark's file in cases"}
 
     task: str = option(REQUIRED, "the benchmark", choices=tuple(TASKS), required=True)
     cases: str = option(
         REQUIRED,
         "longbench_write.jsonl, longwrite_ruler.jsonl or test_cases.json; for needle a text or a folder of texts; for"
-        " babilong its JSON files; shipped: our own cases of longbench_write, longwrite_ruler and longbench_chat, not"
-        " the published ones",
+        " babilong its JSON files; for prompts a file or a folder of chats",
         required=True,
     )
     limit: int | None = option(None, "number of first cases to run; null: all", least=1)
@@ -88,16 +90,12 @@ class JudgeOptions(OutputOptions):
     chat: ChatBenchOptions = option(ChatBenchOptions, "options of longbench_chat")
     needle: NeedleOptions = option(NeedleOptions, "options of needle")
     babilong: BABILongPrompts = option(BABILongPrompts, "options of babilong")
-    lengths: list[int] = option(
-        [],
-        "with cases=shipped: lengths in words, required or of the texts; []: 200 to 8,000 for longbench_write, 1,000 to"
-        " 30,000 for longwrite_ruler, 8,000 to 70,000 for longbench_chat",
-    )
+    eval: EvalOptions = option(EvalOptions, "options of prompts")
     model: ModelOptions = option(ModelOptions, "the tokenizer of needle.lengths and chat.max_prompt_tokens")
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each mistake visible without a server."""
-        yield from self.output_problems("the cases", None if self.cases == SHIPPED else self.cases)
+        yield from self.output_problems("the cases", self.cases)
         if not (self.models or self.predictions or self.endpoint.base_url):
             yield "models, predictions or endpoint.base_url must name a model to judge; got none of them"
         if self.endpoint.base_url or self.endpoint.model:
@@ -106,18 +104,12 @@ class JudgeOptions(OutputOptions):
             yield from self.judge.endpoint_problems()
         if self.judge_prompt is not None and not Path(self.judge_prompt).is_file():
             yield f"judge_prompt must be an existing file; got {self.judge_prompt}"
-        if self.task == "longbench_chat" and (self.chat.shots is None) != (self.cases == SHIPPED):
-            must = "null with cases=shipped" if self.chat.shots else "the benchmark's few_shots.json"
-            yield f"chat.shots must be {must}; got {self.chat.shots or 'nothing'}"
+        if self.task == "longbench_chat" and self.chat.shots is None:
+            yield "chat.shots must be the benchmark's few_shots.json; got nothing"
         if self.task == "needle" or (self.task == "longbench_chat" and self.chat.max_prompt_tokens):
             yield from self.model.tokenizer_problems()
-        if self.cases == SHIPPED and not TASKS[self.task].shipped_lengths:
-            with_cases = ", ".join(name for name, task in TASKS.items() if task.shipped_lengths)
-            yield f"cases must name files with task={self.task}; shipped is of {with_cases}"
-        if self.cases != SHIPPED and not os.path.exists(self.cases):
-            yield f"cases must exist; got {self.cases}"
-        if self.lengths and (self.cases != SHIPPED or min(self.lengths) < 1):
-            yield f"lengths must be numbers of words above 0, with cases=shipped; got {self.lengths}"
+        if not os.path.exists(self.cases):
+            yield f"cases must be a file or a folder of yours, none is shipped; got {self.cases}"
         names = [*self.models, *self.predictions, *([str(self.endpoint.model)] if self.endpoint.base_url else [])]
         for name in names:
             if names.count(name) > 1 or ("/" in name and name != self.endpoint.model):
@@ -135,9 +127,9 @@ def judge(options: JudgeOptions) -> str:
             read_price(endpoint)
     counts_tokens = options.model.tokenizer and options.task in ("needle", "longbench_chat")
     of_tasks = {"needle": options.needle, "longbench_chat": options.chat, "babilong": options.babilong}
-    own = of_tasks.get(options.task)
+    own = {**of_tasks, "prompts": options.eval}.get(options.task)
     tokenizer = load_tokenizer(options.model) if counts_tokens else None
-    task = kind(options.cases, own, tokenizer, options.judge_prompt, options.lengths)
+    task = kind(options.cases, own, tokenizer, options.judge_prompt)
     cases = list(islice(task.cases(), options.limit))
     # The store lies beside the output, so the answers that were paid for survive a run that writes no output.
     with Store(options.store or f"{options.output_dir}.store", "store") as store:
@@ -147,17 +139,14 @@ def judge(options: JudgeOptions) -> str:
         for name, rows in judged.items():
             write_model(folder.path / name.replace("/", "_"), task, rows)
         facts = {"task": options.task, "cases": len(cases), "judge": options.judge.model}
-        facts |= {"case_set": OWN_SET} if options.cases == SHIPPED else {}
         of_pairs = {
             pair: {group: {s: asdict(each) for s, each in of.items()} for group, of in groups.items()}
             for pair, groups in differences.items()
         }
         write_json(folder.path / RESULTS, {**facts, "models": results(judged, figures), "differences": of_pairs})
-        title = f"verl-ext judge {options.task}" + (f": {OWN_SET}" if options.cases == SHIPPED else "")
-        write_judged(folder.path / PAGE, title, task, judged, figures, differences)
+        write_judged(folder.path / PAGE, f"verl-ext judge {options.task}", task, judged, figures, differences)
         folder.publish()
-    about = f"cases: {OWN_SET}" if options.cases == SHIPPED else ""
-    told = filter(None, [table(judged, figures), difference_table(differences), cell_tables(judged, task), about])
+    told = filter(None, [table(judged, figures), difference_table(differences), cell_tables(judged, task)])
     text = "\n".join([*told, "", *costs, f"written to {options.output_dir}"])
     # The files are published before a failure is raised: the scores that exist can be looked at.
     for name, rows in judged.items():
@@ -204,6 +193,7 @@ main = command(
     "judge",
     JudgeOptions,
     judge,
-    example="task=longbench_write cases=FILE models.NAME=DIR output_dir=DIR",
+    example="MODEL task=longbench_write cases=FILE output_dir=DIR [models.NAME=DIR …]",
     loads_models=lambda options: bool(options.models),
+    first=lambda word: f"models={{{quoted(Path(word).resolve().name)}:{quoted(word)}}}",
 )

@@ -9,8 +9,6 @@ import numpy as np
 from verl_ext.tools.judging.task import Scores
 
 RESAMPLES = 2000
-# The 0.975 quantile of Student's t for 1 to 10 degrees of freedom; more have the last, which is a little too wide.
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,13 @@ def seed_figure(means: Sequence[float]) -> Figure:
 
     Seeds are few, and a bootstrap of few values is too narrow. `cases` of the figure counts seeds.
     """
+    from scipy.stats import t  # takes a second
+
     array = np.asarray(means, np.float64)
     mean, count = float(array.mean()), len(array)
     if count < 2:
         return Figure(mean, None, None, count)
-    half = T_QUANTILES[min(count, 11) - 2] * float(array.std(ddof=1)) / math.sqrt(count)
+    half = float(t.ppf(0.975, count - 1)) * float(array.std(ddof=1)) / math.sqrt(count)
     return Figure(mean, mean - half, mean + half, count)
 
 

@@ -35,11 +35,13 @@ class GridOptions(OutputOptions):
     base: str | None = option(None, "the model that the others are compared with; null: the first")
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each folder that is no judgement."""
+        """Yield a line for each folder that is not a judgement."""
         yield from self.output_problems("the judgements", *self.judged)
         if not self.judged:
             yield "judged must name a folder that verl-ext judge wrote; got []"
-        for folder in self.judged:
+        for number, folder in enumerate(self.judged):
+            if Path(folder).resolve() in [Path(other).resolve() for other in self.judged[:number]]:
+                yield f"judged must name each seed's folder once; got {folder} twice"
             if not Path(folder, RESULTS).is_file():
                 yield f"judged must name folders that verl-ext judge wrote; {folder} has no {RESULTS}"
 
@@ -80,6 +82,8 @@ def grid(options: GridOptions) -> str:
         write_json(folder.path / GRID, {"score": options.score, "judged": options.judged, **facts})
         folder.publish()
     about = f"{options.score}: means over {len(seeds)} seeds, 95 % t intervals over the seeds"
+    fewer = {model: of["all"].cases for model, of in figures.items() if of["all"].cases < len(seeds)}
+    about += f" (of {', '.join(f'{model} {count}' for model, count in fewer.items())} alone)" if fewer else ""
     texts = [about, _table("model", figures)]
     texts += [_table(f"difference to {base}", differences)] if any(differences.values()) else []
     return "\n\n".join([*texts, f"written to {options.output_dir}"])

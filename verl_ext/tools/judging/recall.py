@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import yaml  # type: ignore[import-untyped]
 
-from verl_ext.data.babilong_answers import is_right_answer
-from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.endpoint.quality import read_rating
+from verl_ext.data.families.babilong_answers import is_right_answer
 from verl_ext.options import DataError, Options, first_line, option
+from verl_ext.tools.endpoint.client import SamplingOptions
+from verl_ext.tools.endpoint.quality import read_rating
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, token_ends
 
 # How BABILong puts a question: the order of its parts.
@@ -182,7 +182,7 @@ class BABILong(Task):
 
     def cases(self) -> Iterator[Case]:
         """Yield the files' questions; raise DataError if one is not BABILong's."""
-        from verl_ext.data.babilong import FIELDS, find_task_files  # imports torch, which --help does not need
+        from verl_ext.data.families.babilong import FIELDS, find_task_files  # imports torch, which --help does not need
 
         try:
             found = find_task_files([self.path], "cases")

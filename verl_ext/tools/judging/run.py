@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from verl_ext.endpoint.answer import Answer
-from verl_ext.endpoint.client import Client, SamplingOptions
-from verl_ext.endpoint.spending import Price, QuestionProgress
 from verl_ext.files import json_lines
 from verl_ext.tables import as_text, pivot
+from verl_ext.tools.endpoint.answer import Answer
+from verl_ext.tools.endpoint.client import Client, SamplingOptions
+from verl_ext.tools.endpoint.spending import Price, QuestionProgress
 from verl_ext.tools.judging.figures import Figure, figures
 from verl_ext.tools.judging.task import Case, Scores, Task
 
@@ -70,8 +70,8 @@ async def judge_model(
     with QuestionProgress(asked, len(cases), f"judge {name}") as bar:
 
         async def judged(case: Case) -> Judged:
-            message = {"role": "user", "content": case.prompt}
-            answer = await model.ask(case.name, "answer", [message], sampling)
+            messages = case.messages or [{"role": "user", "content": case.prompt}]
+            answer = await model.ask(case.name, "answer", messages, sampling, **case.request)
             verdicts: list[Answer] = []
             scores: Scores = {}
             if answer.is_reply:

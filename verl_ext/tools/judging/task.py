@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.endpoint.quality import filled_names
 from verl_ext.options import DataError, UsageError
+from verl_ext.tools.endpoint.client import SamplingOptions
+from verl_ext.tools.endpoint.quality import filled_names
 
-SHIPPED = "shipped"  # in place of a file: cases of our own
 Messages = list[dict[str, str]]
 Scores = dict[str, float | None]
 
@@ -27,13 +26,17 @@ class Case:
 
     Attributes:
         name: the unique name of the case in the benchmark.
-        prompt: the user's message.
+        prompt: the user's message, or the text that a page shows of `messages`.
         facts: the values beside the answer that the scores need; they are written beside the answer.
+        messages: the chat before the answer; empty: `prompt` as the user's message.
+        request: further arguments of :meth:`Client.ask`, `tools` and `extra_body`.
     """
 
     name: str
     prompt: str
     facts: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = ()
+    request: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Task:
@@ -45,7 +48,6 @@ class Task:
         asks_judge: whether a judge reads answers; else a rule scores them.
         worst: the verdict on an empty answer, which no judge is asked about.
         needs_judge: whether there are no scores without a judge.
-        shipped_lengths: the lengths in words of the cases that we ship for it; none: we ship none.
         headlines: the scores that a page draws by group, if the answers have them.
         heat_map: two kinds of groups and the score of a heat map as (columns, rows, score); None for no heat map.
         against: a fact of a case and a score in the same unit, drawn as points around the line on which they are equal.
@@ -56,19 +58,11 @@ class Task:
     asks_judge: ClassVar[bool] = False
     worst: ClassVar[Any] = None
     needs_judge: ClassVar[bool] = False
-    shipped_lengths: ClassVar[Sequence[int]] = ()
     headlines: ClassVar[tuple[str, ...]] = ()
     heat_map: ClassVar[tuple[str, str, str] | None] = None
     against: ClassVar[tuple[str, str] | None] = None
 
-    def __init__(
-        self,
-        path: str,
-        options: Any = None,
-        tokenizer: Any = None,
-        judge_prompt: str | None = None,
-        lengths: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, path: str, options: Any = None, tokenizer: Any = None, judge_prompt: str | None = None) -> None:
         """Keep the sources of the cases.
 
         Args:
@@ -76,10 +70,8 @@ class Task:
             options: the benchmark's own options, if it has any.
             tokenizer: counts tokens if the benchmark has lengths or limits in tokens.
             judge_prompt: a file that replaces our own prompt for the judge.
-            lengths: the lengths of shipped cases; none: `shipped_lengths`.
         """
-        self.path, self.options, self.tokenizer = path, options, tokenizer
-        self._judge_prompt, self.lengths = judge_prompt, lengths or self.shipped_lengths
+        self.path, self.options, self.tokenizer, self._judge_prompt = path, options, tokenizer, judge_prompt
 
     def filled(self, parts: Mapping[str, str]) -> str:
         """Replace the $NAMES$ of the judge's prompt, in one pass."""

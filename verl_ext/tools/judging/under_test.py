@@ -1,6 +1,6 @@
 """The models under test: served, in folders or checkpoints, or predictions.
 
-Each has the method `ask` of :class:`verl_ext.endpoint.client.Client`, which serves models behind an endpoint.
+Each has the method `ask` of :class:`verl_ext.tools.endpoint.client.Client`, which serves models behind an endpoint.
 """
 
 import asyncio
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.cache import fingerprint
-from verl_ext.endpoint.answer import CUT, FAILED, REFUSED, TOO_LONG, Answer, Usage, answer_from_text
-from verl_ext.endpoint.client import Messages, SamplingOptions
-from verl_ext.endpoint.reasoning import decode_answer
-from verl_ext.endpoint.store import Store
 from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.text.records.reasoning import decode_answer
 from verl_ext.text.tokenizing import file_facts
+from verl_ext.tools.endpoint.answer import CUT, FAILED, REFUSED, TOO_LONG, Answer, Usage, answer_from_text
+from verl_ext.tools.endpoint.client import Messages, SamplingOptions
+from verl_ext.tools.endpoint.store import Store
 from verl_ext.tools.judging.task import read_rows
 
 _MOST_TOKENS = 4096  # most tokens of an answer if the sampling sets no limit
@@ -52,28 +52,37 @@ class LocalModel:
         self._resources.close()
         self._model = None
 
-    async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
-        """Return the stored or new answer; raise UsageError without a model."""
+    async def ask(
+        self, record: str, stage: str, messages: Messages, sampling: SamplingOptions, **request: Any
+    ) -> Answer:
+        """Return the stored or new answer; raise UsageError without a model.
+
+        request: the `tools` and `extra_body` of :meth:`Client.ask`, of which only template arguments are read.
+        """
         question = [_RULES, self._facts, record, stage, [dict(message) for message in messages], vars(sampling)]
-        key = fingerprint(question)
+        arguments = dict((request.get("extra_body") or {}).get("chat_template_kwargs", {}))
+        arguments |= {"tools": [*tools]} if (tools := request.get("tools")) else {}
+        key = fingerprint([*question, arguments] if arguments else question)
         async with self._turn:
             if stored := self.store.find(key):
                 return stored
             try:
-                answer = await asyncio.to_thread(self._generated, record, messages, sampling)
+                answer = await asyncio.to_thread(self._generated, record, messages, sampling, arguments)
             except asyncio.CancelledError:  # the thread ends after its token, and nobody waits for its answer
                 self._is_stopped.set()
                 raise
             self.store.add(key, record, stage, answer)
             return answer
 
-    def _generated(self, record: str, messages: Messages, sampling: SamplingOptions) -> Answer:
+    def _generated(
+        self, record: str, messages: Messages, sampling: SamplingOptions, arguments: Mapping[str, Any]
+    ) -> Answer:
         from verl_ext.answers.generation import Sampling, generate
 
         if self._model is None:
             self._load()
         chat: Any = list(messages)
-        text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        text = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **arguments)
         prompt = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         seed = int.from_bytes(blake2b(f"{sampling.seed}\0{record}".encode(), digest_size=4).digest(), "little")
         most = sampling.max_tokens or _MOST_TOKENS
@@ -87,7 +96,7 @@ class LocalModel:
     def _load(self) -> None:
         """Load the folder, or export a checkpoint into a temporary one.
 
-        `__aexit__` removes that. Raises UsageError if the folder is no chat model.
+        `__aexit__` removes that. Raises UsageError if the folder is not a chat model.
         """
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -145,7 +154,7 @@ class Predictions:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions) -> Answer:
+    async def ask(self, record: str, stage: str, messages: Messages, sampling: SamplingOptions, **_: Any) -> Answer:
         """Return the file's answer to a case; `failed` without one."""
         answer = self._answers.get(record, self._answers.get(messages[-1]["content"]))
         return answer or Answer(FAILED, reason=f"{self.path} has no answer to case {record}")

@@ -4,16 +4,13 @@ Source: LongWriter (arXiv 2408.07055) and evaluation/ in its repository, whose r
 """
 
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from typing import Any, ClassVar
 
-import yaml  # type: ignore[import-untyped]
-
-from verl_ext.endpoint.client import SamplingOptions
-from verl_ext.endpoint.quality import DIMENSIONS, quality_prompt, quality_score, read_quality
 from verl_ext.options import DataError
-from verl_ext.text.word_count import count_words, language_of, length_score
-from verl_ext.tools.judging.task import SHIPPED, Case, Messages, Scores, Task, read_rows
+from verl_ext.tools.endpoint.client import SamplingOptions
+from verl_ext.tools.endpoint.quality import DIMENSIONS, quality_prompt, quality_score, read_quality
+from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows
+from verl_ext.tools.word_count import count_words, language_of, length_score
 
 IMPUTED = 3  # EvalScope's score in each dimension of an answer whose verdict cannot be read
 _RANGES = ((0, 500), (500, 2000), (2000, 4000), (4000, None))  # ranges of required lengths in the paper's table
@@ -27,29 +24,15 @@ class LongBenchWrite(Task):
     asks_judge: ClassVar[bool] = True
     worst: ClassVar[Any] = dict.fromkeys(DIMENSIONS, 1.0)
     headlines: ClassVar[tuple[str, ...]] = ("S_bar", "S_l", "S_q")
-    shipped_lengths: ClassVar[Sequence[int]] = (200, 1000, 3000, 8000)
 
     def cases(self) -> Iterator[Case]:
         """Yield a case per line, with `length` even if prompts omit it."""
-        if self.path == SHIPPED:
-            yield from self._shipped()
-            return
         rows = read_rows(self.path, "cases", {"prompt": str, "type": str, "length": int})
         for number, row in enumerate(rows, start=1):
             if row["length"] < 1:
                 got = f"row {number} of {self.path} has {row['length']}"
                 raise DataError(f"cases must have a length of at least 1 word in every row; {got}")
             yield Case(str(number), row["prompt"], {"type": row["type"], "length": row["length"]})
-
-    def _shipped(self) -> Iterator[Case]:
-        """Yield our own instructions of both languages at each length."""
-        file = resources.files("verl_ext.tools.judging").joinpath("prompts/writing_cases.yaml")
-        rows = yaml.safe_load(file.read_text(encoding="utf-8"))
-        for length in self.lengths:
-            for language, of_language in rows.items():
-                for number, row in enumerate(of_language, start=1):
-                    prompt = row["prompt"].replace("{words}", str(length))
-                    yield Case(f"{language}{number}-{length}", prompt, {"type": row["type"], "length": length})
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
         """Return one request: the user's request and the answer."""
@@ -100,7 +83,6 @@ class LongWriteRuler(LongBenchWrite):
 
     asks_judge: ClassVar[bool] = False
     headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")
-    shipped_lengths: ClassVar[Sequence[int]] = (1000, 2000, 5000, 10_000, 20_000, 30_000)
     against: ClassVar[tuple[str, str] | None] = ("length", "words")
 
     def questions(self, case: Case, answer: str) -> list[Messages]:

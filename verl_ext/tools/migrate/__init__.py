@@ -2,8 +2,9 @@
 
 train.yaml, script.sh, 'swift sft --model …'
 reading    which trainer, and its keys with their values
-axolotl · llamafactory · llamafactory_v1 · swift · trl    each key's place here
-hf_keys · hf_trainer    those of transformers' Trainer, and what its values become
+tables     each key's place here, from tables/*.yaml
+axolotl · llamafactory · llamafactory_v1 · swift · trl    keys that need each other
+hf_trainer    what the values of transformers' Trainer become
 swift_megatron    its keys by the names of swift · launcher    accelerate's file
 serving    what trains nothing: models to serve, adapters to merge
 verl       command lines of verl's own trainers, word for word

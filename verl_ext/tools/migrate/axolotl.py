@@ -7,110 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.options import DataError, UsageError, spell
-from verl_ext.tools.migrate import hf_keys, hf_trainer, preferences, sources
-from verl_ext.tools.migrate.line import (
-    FREE,
-    READ,
-    Moved,
-    Rule,
-    differing,
-    is_on,
-    lacking,
-    listed,
-    mapping,
-    number,
-    rules,
-    to,
-)
+from verl_ext.tools.migrate import hf_trainer, preferences, sources
+from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number
+from verl_ext.tools.migrate.tables import key_table, reason
 
 NAME = "axolotl"
-_OTHER_RUN = lacking("another kind of training")
 _NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
-_OTHER_NAMES = (*_NAMES.values(), "per_device_train_batch_size", "report_to", "run_name")  # that axolotl does not have
 
-KEYS: dict[str, Rule] = {
-    **{key: rule for key, rule in hf_keys.KEYS.items() if key not in _OTHER_NAMES},
-    "base_model": to("model.path"),
-    **rules(
-        READ,
-        "datasets test_datasets pretraining_dataset sequence_len sample_packing micro_batch_size batch_size "
-        "num_epochs lr_scheduler optimizer adapter lora_r lora_alpha lora_target_modules lora_target_linear "
-        "excess_length_strategy train_on_inputs chat_template saves_per_epoch evals_per_epoch context_parallel_size "
-        "sequence_parallel_degree use_wandb use_swanlab use_mlflow use_tensorboard activation_offloading plugins "
-        "special_tokens model_config eta_min roles_to_train train_on_eos unfrozen_parameters peft dp_replicate_size "
-        "eot_tokens dp_shard_size save_total_limit rl rl_beta orpo_alpha trl simpo_gamma cpo_alpha dpo_loss_type "
-        "dpo_label_smoothing kto_desirable_weight kto_undesirable_weight processor_type use_trackio "
-        "sample_packing_sequentially curriculum_sampling reinit_weights do_causal_lm_eval eval_causal_lm_metrics",
-    ),
-    **rules(
-        FREE,
-        "wandb_entity wandb_watch wandb_log_model dataset_prepared_path attn_implementation flash_attention "
-        "sdp_attention xformers_attention flex_attention flash_attn_cross_entropy flash_attn_rms_norm "
-        "flash_attn_fuse_mlp pad_to_sequence_len eval_sample_packing strict tokenizer_type model_type "
-        "tokenizer_use_fast tokenizer_legacy hf_use_auth_token liger_rope liger_rms_norm liger_glu_activation "
-        "liger_layer_norm liger_fused_linear_cross_entropy liger_rms_norm_gated liger_cross_entropy lora_mlp_kernel "
-        "lora_qkv_kernel lora_o_kernel lora_embedding_kernel cut_cross_entropy skip_prepare_dataset fsdp_version "
-        "shuffle_merged_datasets use_kernels use_scattermoe use_sonicmoe low_cpu_mem_usage device_map bfloat16 "
-        "float16 torch_dtype debug is_llama_derived_model is_mistral_derived_model is_falcon_derived_model "
-        "experimental_skip_move_to_device gptq_groupsize gptq_model_v1 torchdistx_path flash_optimum eval_table_size "
-        "wandb_mode flex_attn_compile_kwargs fused_attn_kernel gemma4_hybrid_attn_impl auto_resume_from_checkpoints "
-        "sample_packing_eff_est sample_packing_seq_len_multiplier total_num_tokens max_packed_sequence_len tiled_mlp "
-        "eval_max_new_tokens otel_metrics_host otel_metrics_port trackio_space_id freeze_mm_modules full_finetune ddp "
-        "streaming streaming_multipack_buffer_size pretrain_multipack_attn bnb_config_kwargs "
-        "tokenizer_use_mistral_common project_name test_value multipack_real_batches "
-        "eval_batch_size swanlab_description swanlab_mode swanlab_workspace swanlab_log_model flash_attn_fuse_qkv "
-        "model_quantization_config_kwargs torch_compile_mode save_first_step provider secrets gpu "
-        "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer dpo_padding_free "
-        "dpo_use_liger_kernel precompute_ref_log_probs expert_parallel_num_nvl_bytes expert_parallel_token_capacity "
-        "fp8_enable_fsdp_float8_all_gather gpu_count node_count volumes branch dockerfile_commands memory timeout "
-        "memory_preprocess timeout_preprocess wandb_run_id lora_fan_in_fan_out type_of_model ray_num_workers "
-        "base_model_ignore_patterns cls_model_config",
-    ),
-    "tokenizer_config": to("model.tokenizer_path"),
-    "lora_model_dir": to("model.lora_adapter_path"),
-    "chat_template_jinja": to("chat_template"),
-    "cosine_min_lr_ratio": to("optim.min_lr_ratio"),
-    **rules(to("trainer.project_name"), "swanlab_project wandb_project trackio_project_name"),
-    **rules(to("trainer.experiment_name"), "swanlab_experiment_name wandb_name trackio_run_name"),
-    "adam_eps": to("optim.override_optimizer_config.eps"),
-    "experts_implementation": to("model.experts", {"scattermoe": "grouped_mm", "sonicmoe": "grouped_mm"}),
-    "peft_use_rslora": hf_keys.KEYS["use_rslora"],
-    "peft_use_dora": hf_keys.KEYS["use_dora"],
-    "val_set_size": hf_keys.HELD_OUT,
-    "min_sample_len": to("min_tokens"),
-    "dataset_exact_deduplication": to("deduplicate", {"false": None}),
-    "cosine_constant_lr_ratio": lacking("a cosine falls to the end of the run", "0", "0.0"),
-    **rules(to("num_workers"), "dataset_processes dataset_num_proc"),
-    "use_otel_metrics": lacking("trainer.logger has another set of trackers"),
-    "push_dataset_to_hub": lacking("nothing is uploaded"),
-    "tokens": hf_keys.TOKENS,
-    "added_tokens_overrides": lacking("a new token gets an id of its own"),
-    "resize_token_embeddings_to_32x": differing("rows are added where none is free, and stay as divisible"),
-    "load_in_8bit": hf_keys.IN_8_BITS,
-    **rules(
-        hf_keys.QUANTIZED,
-        "load_in_4bit gptq quantize_moe_experts nvfp4_merge_aware gptq_disable_exllama "
-        "llama4_linearized_experts use_onebitllms",
-    ),
-    "model_quantization_config": lacking(
-        "weights that transformers dequantizes as it loads them are", "mxfp4config", "fineegrainedfp8config"
-    ),
-    "loss_watchdog_threshold": to("trainer.max_loss"),
-    "loss_watchdog_patience": to("trainer.max_loss_steps"),
-    **hf_keys.GROUPS,
-    **rules(
-        _OTHER_RUN,
-        "ebft vllm reward_model process_reward_model num_labels diffusion dpo_use_weighting dpo_loss_weights qat "
-        "center_rewards_coefficient relora relora_prune_ratio relora_cpu_offload llmcompressor "
-        "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps lisa_n_layers "
-        "lisa_step_interval lisa_layers_attribute use_eaft eaft_alpha eaft_k",
-    ),
-    "lr_quadratic_warmup": lacking("a warm-up is linear"),
-    "revision_of_model": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
-    "fp8": hf_keys.FP8,
-    **rules(lacking("weights and products are bf16"), "use_dsv4_kernels use_glm_dsa_kernels dsv4_fp4_grouped_mode"),
-    "use_ray": differing("`verl-ext launch-ray` trains on Ray's nodes"),
-}
 # Plugins whose work is done here, or that have keys of their own; sizes whose product are the ranks.
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab", "expert_parallel")
 _SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size", "tensor_parallel_size")
@@ -121,7 +24,7 @@ _ENTRY = (  # what is read of a data set, or needs nothing
     *("path", "name", "split", "type", "data_files", "ds_type", "field", "text_column", "field_messages"),
     *("field_tools", "roles_to_train", "train_on_eos", "message_property_mappings", "trust_remote_code"),
     *("message_field_role", "message_field_content", "field_thinking", "template_thinking_key", "roles"),
-    *("field_chosen", "field_rejected", "message_field_training", "message_field_training_detail"),
+    *("field_chosen", "field_rejected", "message_field_training", "message_field_training_detail", "conversation"),
 )
 
 
@@ -133,7 +36,7 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
         if moved.is_on(key):
             must = f"{key} must be left out: texts and given answers are learnt"
             raise UsageError(f"{must}; got {values[key]}: {preferences.ELSEWHERE}")
-    moved.take(KEYS)
+    moved.take(key_table("axolotl"))
     _read_data(moved)
     moved.put("data.max_tokens", moved.get("sequence_len", default=2048))
     longer = str(moved.get("excess_length_strategy", default="drop")).lower()
@@ -177,7 +80,7 @@ def _read_model(moved: Moved) -> None:
     if moved.is_on("reinit_weights"):
         hf_trainer.put_new_model(moved, "reinit_weights")
     if moved.is_on("processor_type"):
-        moved.lack("processor_type", hf_keys.IMAGES.lacks)
+        moved.lack("processor_type", reason("images"))
     # Adapters begin as LoRA's do, on weights that are whole here.
     adapter = str(moved.get("adapter", default="")).lower()
     if adapter in ("lora", "qlora"):
@@ -185,8 +88,10 @@ def _read_model(moved: Moved) -> None:
         hf_trainer.put_lora(moved, moved.get("lora_r", default=8), moved.get("lora_alpha", default=16), targets)
     elif is_on(adapter):
         moved.lack("adapter", "adapters are LoRA's")
-    if adapter == "qlora" and "load_in_4bit" not in moved.values:
-        moved.lack("adapter", hf_keys.QUANTIZED.lacks)
+    kwargs = mapping("bnb_config_kwargs", moved.get("bnb_config_kwargs"))
+    nested = kwargs.get("bnb_4bit_use_double_quant", True)
+    if moved.is_on("load_in_4bit") or (adapter == "qlora" and "load_in_4bit" not in moved.values):
+        hf_trainer.put_four_bits(moved, "load_in_4bit" if moved.is_on("load_in_4bit") else "adapter", "nf4", nested)
     patterns = [str(pattern) for pattern in listed(moved.get("unfrozen_parameters"))]
     if not all(re.search(r"language_model|^(lm_head|embed_tokens)(\.\*)?$", pattern) for pattern in patterns):
         globs = [re.sub(r"^\^|\$$|\.\*$|\.$|\\", "", pattern) for pattern in patterns]
@@ -208,20 +113,27 @@ def _read_tokens(moved: Moved) -> None:
     if template.startswith("tokenizer_default_fallback_"):
         moved.differ(f"chat_template={template}: the tokenizer's own; without one, chat_template=NAME must be given")
     elif is_on(template) and template not in ("tokenizer_default", "jinja"):
-        moved.put("chat_template", template)
-        moved.put("chat_templates", _TEMPLATES)
-        moved.differ(f"chat_templates={_TEMPLATES} is axolotl's folder, where it is installed; or name a copy of it")
+        _put_template(moved, template)
     hf_trainer.differ_by_tokens(moved, "at random")
     if len(ends := listed(moved.get("eot_tokens"))) == 1:
         moved.put("end_of_turn", ends[0])
     elif ends:
         moved.lack("eot_tokens", "end_of_turn names one text; left out, those of the chat template are found")
     special = mapping("special_tokens", moved.get("special_tokens"))
+    if is_on(special.get("pad_token")):
+        moved.differ("special_tokens.pad_token: packs have no padding, so no token is needed for it")
     if other := [name for name in special if name != "pad_token" and is_on(special[name])]:
         moved.differ(
             f"special_tokens: {', '.join(other)}: the tokenizer's own are used here; model.new_special_tokens adds one "
             "that it lacks"
         )
+
+
+def _put_template(moved: Moved, name: str) -> None:
+    """Name a chat template of axolotl's."""
+    moved.put("chat_template", name)
+    moved.put("chat_templates", _TEMPLATES)
+    moved.differ(f"chat_templates={_TEMPLATES} is axolotl's folder, where it is installed; or name a copy of it")
 
 
 def _put_preferences(moved: Moved) -> None:
@@ -232,13 +144,15 @@ def _put_preferences(moved: Moved) -> None:
         moved.lack("dpo_loss_type", "loss is one loss, without sums of several")
     name = str(forms[0]) if len(forms) == 1 and family == "dpo" else family
     beta = mapping("trl", moved.get("trl")).get("beta")
-    options = {"beta": beta if beta is not None else moved.get("rl_beta", "orpo_alpha", default=0.1)}
+    options = {"beta": beta if beta is not None else moved.get("rl_beta", "dpo_beta", "orpo_alpha", default=0.1)}
     if family == "kto":
         options |= {side: moved.get(f"kto_{side}") for side in ("desirable_weight", "undesirable_weight")}
+        preferences.put_label(moved)
     elif family == "simpo":
         options |= {"margin": moved.get("simpo_gamma", default=0.5), "nll_weight": moved.get("cpo_alpha", default=1.0)}
-    elif family == "dpo":
-        options |= {"label_smoothing": moved.get("dpo_label_smoothing")}
+    elif family in ("dpo", "ipo"):
+        smoothing = {"label_smoothing": moved.get("dpo_label_smoothing")} if family == "dpo" else {}
+        options |= {**smoothing, "nll_weight": moved.get("rpo_alpha")}
     preferences.put_loss(moved, "rl" if name == family else "dpo_loss_type", name, options)
     moved.differ("an answer follows its role's line there, without the empty thinking block that a template may print")
 
@@ -263,8 +177,10 @@ def _read_run(moved: Moved) -> None:
         moved.differ("save_total_limit not given: axolotl keeps the last 4 checkpoints, a run here all")
     else:
         moved.put("trainer.max_ckpt_to_keep", moved.get("save_total_limit") or 4)
-    values["report_to"] = [name for name in hf_keys.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
-    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(2e-4, "cosine", 1.0, idles=True))
+    values["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
+    hf_trainer.read_trainer(
+        moved, hf_trainer.TrainerDefaults(2e-4, "cosine", 1.0, idles=True, rounds="down, and one step to 2")
+    )
     moved.restore(known, {trainers: theirs for theirs, trainers in _NAMES.items()})
     # What the Trainer has no name for.
     if is_on(eta := moved.get("eta_min")) and number(moved.words.get("optim.lr")):
@@ -334,6 +250,8 @@ def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) ->
             "chat_template=FILE, which a base model without one needs"
         )
     sources.put_columns(moved, key, path, columns)
+    if is_on(named := entry.get("conversation")) and "chat_template" not in moved.words:
+        _put_template(moved, {"llama-3": "llama3"}.get(str(named), str(named)))
     # What is learnt of it.
     if roles := {*map(str, listed(entry["roles_to_train"]))} - {"assistant", "gpt"}:
         owner = "roles_to_train" if moved.is_on("roles_to_train") else key

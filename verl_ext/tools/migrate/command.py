@@ -9,7 +9,7 @@ verl-ext migrate 'torchrun … -m verl.trainer.fsdp_sft_trainer model.partial_pr
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,9 @@ from verl_ext.tools.migrate import (
     trl,
     verl,
 )
-from verl_ext.tools.migrate.line import Moved, mapping, tokenize_keys
-from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, commands_of, flags_of, ranks_of, read_yaml, without_comments
+from verl_ext.tools.migrate.line import Moved, mapping, tokenize_keys, written_run
+from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, flags_of, ranks_of, read_yaml
+from verl_ext.tools.migrate.script import commands_of
 
 Reader = Callable[[Moved, Path], None]
 
@@ -54,6 +55,12 @@ class MigrateOptions(Options):
         None, "number of ranks, by which a step's rows are counted; null: that of the command, or 1", least=1
     )
     recipe: str | None = option(None, "name of a recipe: a YAML for --config-dir is printed instead of a long command")
+    to: str | None = option(None, "new FILE.yaml that is written: `verl-ext train FILE.yaml` starts the run")
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for two forms of the result."""
+        if self.to is not None and self.recipe is not None:
+            yield f"to must be null beside recipe={self.recipe}, which is another form; got {self.to}"
 
 
 def migrate(options: MigrateOptions) -> str:
@@ -67,13 +74,16 @@ def migrate(options: MigrateOptions) -> str:
             name, reader = _of_keys(values, path)
         else:
             try:
-                text = without_comments(path.read_text(encoding="utf-8"))
+                text = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path} must be a YAML or a shell script; it cannot be read as a text") from error
     elif re.fullmatch(r"\S+\.(ya?ml|sh|json)", options.command):
         raise UsageError(f"command must be a command or an existing file; got {options.command}")
-    if reader is None and verl.is_verls(text):
-        return verl.migrate_verl(verl.only_command(text) if _is_file(path) else text)
+    if reader is None and (_is_file(path) or verl.is_verls(text)):
+        migrated = verl.migrate_script if _is_file(path) else verl.migrate_verl
+        found = migrated(text, options.to)
+        if found is not None:
+            return found
     ranks = None
     if reader is None:
         name, reader, values, ranks = _of_command(text, folder)
@@ -83,10 +93,13 @@ def migrate(options: MigrateOptions) -> str:
     if not isinstance(model := moved.words.get("model.path", ""), str):
         raise DataError(f"the model must be a name or a folder; got {spell(model)}")
     if moved.other is not None:
-        if options.recipe is not None:
-            raise UsageError(f"recipe must be null for a configuration that trains nothing; got {options.recipe}")
+        for name in ("recipe", "to"):
+            if (value := getattr(options, name)) is not None:
+                raise UsageError(f"{name} must be null for a configuration that trains nothing; got {value}")
         return moved.command()
     moved.problems += _problems(moved)
+    if options.to is not None:
+        return written_run(options.to, moved.overrides(), moved.ranks, [*moved.comments()])
     return moved.command() if options.recipe is None else moved.recipe(options.recipe)
 
 
@@ -124,13 +137,16 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
     """Return a command's trainer, its reader, keys and ranks."""
     found: list[tuple[str, Reader, dict[str, Any], int | None]] = []
     others: list[tuple[str, Reader, dict[str, Any], int | None]] = []  # which train nothing
+    refused = None
     for words in commands_of(text):
         line = " ".join(words)
+        if re.match(r"(\w+=\S* )*(echo|printf)\b", line):
+            continue
         for pattern, name, read in _STARTS:
             if not (match := re.search(pattern, line)):
                 continue
-            if read is None and not found:
-                raise UsageError(f"command must train on texts or given answers; got {match[0].strip()}")
+            if read is None:
+                refused = refused or match[0].strip()
             if read is not None:
                 start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
                 read, values = _with_file(name, read, words[start:], folder)
@@ -154,6 +170,8 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
         swift.take_cached(found[0][2], [values for _, read, values, _ in others if read is _SWIFT_EXPORT])
     if found or others:
         return (found or others)[0]
+    if refused is not None:
+        raise UsageError(f"command must train on texts or given answers; got {refused}")
     raise UsageError("command must start axolotl, LLaMA-Factory, ms-swift, TRL or verl's SFT trainer; got none of them")
 
 
@@ -266,7 +284,7 @@ def _problems(moved: Moved) -> list[str]:
 
 def _read(words: Sequence[str]) -> MigrateOptions:
     """Return the options from one word, or from all words after `migrate`."""
-    own = [] if len(words) > 1 and not _is_whole(words[0]) else words_of(words, ["nproc", "recipe"])
+    own = [] if len(words) > 1 and not _is_whole(words[0]) else words_of(words, ["nproc", "recipe", "to"])
     rest = [word for word in words if word not in own]
     if rest and rest[0].startswith("command="):
         return read_options(MigrateOptions, words)
@@ -280,4 +298,4 @@ def _is_whole(word: str) -> bool:
     return " " in word or word.endswith((".yaml", ".yml", ".sh", ".json")) or _is_file(Path(word))
 
 
-main = command("migrate", MigrateOptions, migrate, "FILE|COMMAND [nproc=N] [recipe=NAME]", _read)
+main = command("migrate", MigrateOptions, migrate, "FILE|COMMAND [nproc=N] [to=FILE.yaml]", _read)

@@ -6,10 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.tools.migrate import hf_keys
+from verl_ext.options import spell
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number, split_names
 from verl_ext.tools.migrate.reading import read_yaml
+from verl_ext.tools.migrate.tables import reason
 
+TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard", "trackio", "clearml")
+NO_VALIDATION = "there is no validation data to measure"
+# Keys of other engines' parallelism: each has the number of ranks that hold one copy's parts.
+_TENSOR = ("tensor_parallel_size", "tensor_model_parallel_size")
+_STAGES = ("pipeline_parallel_size", "pipeline_model_parallel_size")
 _SCHEDULES = {
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
@@ -25,6 +31,13 @@ _OPTIMIZERS = {
     "sgd": (None, "SGD"),
     "muon": (None, "Muon"),
 }
+# {a metric there, without eval_: ours}
+_METRICS = {
+    "loss": "val/loss",
+    **{"mean_token_accuracy": "val/token_accuracy", "token_acc": "val/token_accuracy", "entropy": "val/entropy"},
+    **{"rewards/accuracies": "val/reward_accuracy", "rewards/margins": "val/reward_margin"},
+    **{f"rewards/{side}": f"val/reward_{side}" for side in ("chosen", "rejected")},
+}
 _PATIENCE = ("early_stopping_patience", "early_stopping_steps")  # the latter is LLaMA-Factory's
 _BETA2 = 0.999  # of torch's Adam, and verl's
 
@@ -36,6 +49,7 @@ class TrainerDefaults:
     validates: whether it validates as often as it saves.
     idles: whether it validates nothing, without a word, if there is no data for that.
     logs: the steps between its log lines, and between validations without a number of their own.
+    rounds: how it rounds a warm-up that is a share of the steps.
     """
 
     rate: float
@@ -46,12 +60,16 @@ class TrainerDefaults:
     validates: bool = False
     idles: bool = False
     logs: int = 500
+    rounds: str = "up"
 
 
 def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
     """Translate the Trainer's keys that need each other."""
     _read_rate(moved, defaults)
     read_length(moved, defaults.epochs)
+    if moved.get("bf16") is False and not moved.is_on("fp16", "pure_bf16", "bfloat16", "float16"):
+        moved.put("engine.mixed_precision.param_dtype", "fp32")
+        moved.differ("bf16=false without fp16: products are fp32, as there")
     _read_saves(moved, defaults)
     _read_optimizer(moved)
     seed = moved.get("seed")
@@ -75,8 +93,8 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
         moved.lack("resume_from_checkpoint", "a run resumes its own checkpoints; model.path takes exported weights")
     names = [str(name).lower() for name in listed(moved.get("report_to")) if is_on(name)]
     if names and "all" not in names:
-        moved.put("trainer.logger", ["console", "file", *(name for name in names if name in hf_keys.TRACKERS)])
-        if other := [name for name in names if name not in hf_keys.TRACKERS]:
+        moved.put("trainer.logger", ["console", "file", *(name for name in names if name in TRACKERS)])
+        if other := [name for name in names if name not in TRACKERS]:
             moved.lack("report_to", f"trainer.logger has no {', '.join(other)}")
 
 
@@ -188,6 +206,8 @@ def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
     if whole > 0 and part:
         del moved.words["optim.lr_warmup_steps_ratio"]
         moved.put("optim.lr_warmup_steps", math.ceil(whole * part))
+    elif part:
+        moved.differ(f"a warm-up of a share of the steps is rounded {defaults.rounds} there, and down here")
     decay = moved.get("weight_decay", default=defaults.decay)
     moved.put("optim.weight_decay", decay)
     if number(decay, 1.0):
@@ -233,6 +253,8 @@ def read_length(moved: Moved, epochs: float) -> None:
 
 def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
     """Translate when a run saves and validates, and which checkpoints it keeps."""
+    from verl_ext.config.best import is_gain  # imports verl, which takes seconds
+
     saves = moved.get("save_strategy", default="steps")
     # (our key, when, the trainer's keys of the steps between, their default)
     second, default = ("save_steps", 500) if defaults.validates else ("logging_steps", defaults.logs)
@@ -244,7 +266,7 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
         elif is_on(validates):
             for name in ("eval_strategy", "evaluation_strategy", "eval_steps"):
                 if moved.is_on(name):
-                    moved.lack(name, hf_keys.NO_VALIDATION)
+                    moved.lack(name, NO_VALIDATION)
     for key, strategy, names, default in plans:
         if str(strategy).lower() == "epoch":
             moved.put(key, "after_each_epoch")
@@ -260,16 +282,23 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
     # The best checkpoint and an early end by it.
     best = moved.get("metric_for_best_model", default="loss")
     name = str(best).removeprefix("eval_")
+    metric = _METRICS.get(name)
     asks = {key for key in ("load_best_model_at_end", *_PATIENCE, "metric_for_best_model") if moved.is_on(key)}
     asks |= {"save_strategy"} if str(saves).lower() == "best" else set()
-    if asks and (name != "loss" or not moved.validates):
-        why = "checkpoint.keep_best is by val/loss, a category's loss or the answers to eval.prompts"
+    rises = moved.get("greater_is_better", default=not name.endswith("loss"))
+    if asks and (metric is None or is_on(rises) != is_gain(metric)):
+        why = "checkpoint.keep_best is by a metric of validation or of the answers to eval.prompts"
+        if metric is not None:
+            why = f"the best {metric} is the {'highest' if is_gain(metric) else 'lowest'} here"
         for key in sorted(asks):
-            moved.lack(key, why if name != "loss" else hf_keys.NO_VALIDATION)
+            moved.lack(key, why)
+    elif asks and not moved.validates:
+        for key in sorted(asks):
+            moved.lack(key, NO_VALIDATION)
     elif asks:
-        moved.put("checkpoint.keep_best", "val/loss")
+        moved.put("checkpoint.keep_best", metric)
         if moved.is_on(*_PATIENCE):
-            moved.put("trainer.early_stop.metric", "val/loss")
+            moved.put("trainer.early_stop.metric", metric)
             moved.put("trainer.early_stop.patience", moved.get(*_PATIENCE))
             if is_on(least := moved.get("early_stopping_threshold")):
                 moved.put("trainer.early_stop.least", least)
@@ -278,7 +307,7 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
 def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) -> None:
     """Translate a step: rows or packs of all ranks here, of one rank there."""
     split = int(number(moved.words.get("engine.ulysses_sequence_parallel_size", 1), 1.0))
-    stages = max(int(number(moved.get(*hf_keys.STAGES.split(), default=1), 1.0)), 1)
+    stages = max(int(number(moved.get(*_STAGES, default=1), 1.0)), 1)
     if stages > 1:
         moved.differ(f"FSDP2 shards every parameter over all ranks, in place of {stages} stages of layers")
     ranks = (moved.ranks or 1) // stages
@@ -304,7 +333,7 @@ def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) ->
 
 def put_split(moved: Moved, size: Any) -> None:
     """Let a group of ranks share each row, also that which splits matrices there."""
-    tensor = number(moved.get(*hf_keys.TENSOR.split(), default=1), 1.0)
+    tensor = number(moved.get(*_TENSOR, default=1), 1.0)
     if tensor > 1:
         moved.differ(
             f"{tensor:g} ranks split each matrix there; here they split a row's tokens (Ulysses), and all ranks share "
@@ -326,6 +355,39 @@ def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float =
     names = targets if is_pattern else split_names(targets)
     if names not in ([], ["all"], ["all-linear"]):
         moved.put("model.target_modules", names)
+
+
+def put_four_bits(moved: Moved, key: str, kind: Any, nested: Any) -> None:
+    """Let the base under adapters lie in four bits.
+
+    Args:
+        moved: what the keys become, with its adapters.
+        key: the key that asks for it.
+        kind: the form of the numbers.
+        nested: whether scales are quantized too, with the trainer's default.
+    """
+    if moved.words.get("model") != "lora":
+        moved.lack(key, "four bits are not trained; adapters on them are (model=lora)")
+    elif str(kind).lower() != "nf4":
+        moved.lack(key, f"a base of four bits lies in NF4, not in {spell(kind)}")
+    else:
+        moved.put("model.quantization", "nf4")
+        if is_on(nested):
+            moved.put("model.quantization_nested", True)
+
+
+def read_bits(moved: Moved, key: str, method: Any, kind: Any, nested: Any) -> None:
+    """Translate a base of few bits: NF4 for bitsandbytes' 4, whole weights for its 8; the last two as above.
+
+    key: that of their number, without which it is 4. method: who quantizes.
+    """
+    bits = number(moved.get(key), 4)
+    if str(method).lower() not in ("bnb", "bitsandbytes") or bits not in (4, 8):
+        moved.lack(key, reason("quantized"))
+    elif bits == 8:
+        moved.differ(f"{key}=8: {reason('in_8_bits')}")
+    else:
+        put_four_bits(moved, key, kind, nested)
 
 
 def differ_by_tokens(moved: Moved, begins: str) -> None:

@@ -9,26 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.tools.migrate import hf_trainer
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, differing, mapping, number, rules, shell_word, to
+from verl_ext.tools.migrate.line import Moved, mapping, number, shell_word
 from verl_ext.tools.migrate.reading import read_yaml
+from verl_ext.tools.migrate.tables import key_table
 
 NAME = "accelerate"
-
-KEYS: dict[str, Rule] = {
-    **rules(
-        FREE,
-        "compute_environment debug distributed_type downcast_bf16 machine_rank main_training_function rdzv_backend "
-        "same_network tpu_env tpu_use_cluster tpu_use_sudo use_cpu gpu_ids enable_cpu_affinity",
-    ),
-    **rules(READ, "num_processes fsdp_config deepspeed_config parallelism_config"),
-    **rules(differing("`verl-ext launch` on each node", "1"), "num_machines main_process_ip main_process_port"),
-    "mixed_precision": to("engine.mixed_precision.param_dtype", {"bf16": None, "no": None, "false": None, "fp8": None}),
-}
 
 
 def read_launcher(moved: Moved, folder: Path) -> None:
     """Translate the file alone: words for the command of a training."""
-    moved.take(KEYS)
+    moved.take(key_table("accelerate"))
     moved.ranks = moved.ranks or int(number(moved.get("num_processes"))) or None
     groups = _groups(moved.values)
     hf_trainer.put_split(moved, max((groups.get(name, 1) for name in ("sp_size", "cp_size")), key=number))

@@ -14,14 +14,18 @@ Beside them stand the defaults that differ.
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import known_options
 from verl_ext.commands.tokenize import TokenizeOptions
-from verl_ext.options import DataError, nearest_hint, spell
+from verl_ext.config.key_table import is_number
+from verl_ext.config.run_file import run_file
+from verl_ext.files import write_text
+from verl_ext.options import DataError, UsageError, nearest_hint, spell
+from verl_ext.overrides import quoted
 from verl_ext.tools.migrate.reading import NUMBER
+from verl_ext.tools.migrate.tables import Rule
 
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
 _PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
@@ -29,52 +33,6 @@ _VARIABLE = re.compile(r"\$\{\w+(:?[-=][\w./-]*)?\}")  # of the shell, which exp
 _PLAIN_INSIDE = re.compile(r"[\w.+~-][\w./+~$@%-]*")
 _OF_BOTH = ("model.path", "model.new_tokens", "model.new_special_tokens")  # which `tokenize` reads too
 _NODES = ("attention", "checkpoint", "data", "engine", "eval", "loss", "model", "optim", "parallel", "trainer")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The place of one key of another trainer.
-
-    Attributes:
-        to: our key, which gets its value; None: there is none, or the trainer's own function reads the key.
-        values: {a value in lower case: ours, None for nothing}; others go over as they are.
-        lacks: why there is no equivalent; "" if the key needs none.
-        differs: what is otherwise here, though the same is trained.
-        idle: values in lower case that ask for nothing, beside null, false and empty ones.
-        is_read: whether the trainer's function reads the key.
-        is_names: whether our key takes a list of names.
-    """
-
-    to: str | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
-    lacks: str = ""
-    differs: str = ""
-    idle: tuple[str, ...] = ()
-    is_read: bool = False
-    is_names: bool = False
-
-
-FREE, READ = Rule(), Rule(is_read=True)
-
-
-def to(key: str, values: Mapping[str, Any] | None = None, is_names: bool = False) -> Rule:
-    """Return the rule of a key that is ours by another name."""
-    return Rule(to=key, values=values or {}, is_names=is_names)
-
-
-def lacking(why: str, *idle: str) -> Rule:
-    """Return the rule of a key without an equivalent, unless its value is idle."""
-    return Rule(lacks=why, idle=idle)
-
-
-def differing(what: str, *idle: str) -> Rule:
-    """Return the rule of a key whose work is done otherwise, unless its value is idle."""
-    return Rule(differs=what, idle=idle)
-
-
-def rules(rule: Rule, names: str) -> dict[str, Rule]:
-    """Return {each of the names: the rule}."""
-    return dict.fromkeys(names.split(), rule)
 
 
 def number(value: Any, default: float = 0.0) -> float:
@@ -120,6 +78,13 @@ def mapping(key: str, value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
+def _is_said(rule: Rule, value: Any) -> bool:
+    """Tell whether a value of a key is worth a comment."""
+    if rule.usual:
+        return value is not None and str(value).lower() not in rule.usual
+    return is_on(value) and str(value).lower() not in rule.idle
+
+
 class Moved:
     """What a trainer's keys become.
 
@@ -157,14 +122,14 @@ class Moved:
             ours = (split_names(value) or None) if rule.is_names else rule.values.get(str(value).lower(), value)
             if rule.to is not None and ours not in (None, ""):
                 self.put(rule.to, ours)
-            elif (rule.lacks or rule.differs) and is_on(value) and str(value).lower() not in rule.idle:
+            elif (rule.lacks or rule.differs) and _is_said(rule, value):
                 if rule.lacks:
                     self.lack(key, rule.lacks)
                 else:
                     self._other.append(key)
                     self.differ(f"{key}={spell(value)}: {rule.differs}")
             else:
-                (self._read if rule.is_read else self._free).append(key)
+                (self._read if rule.is_read and str(value).lower() not in rule.usual else self._free).append(key)
 
     def put(self, key: str, value: Any) -> None:
         """Give one of our keys a value."""
@@ -276,6 +241,44 @@ class Moved:
         words = [f"{key}={_value(value)}" for key, value in rest.items()]
         line = " ".join([self._start, "--config-dir DIR", f"recipe={name}", *map(shell_word, words)])
         return "\n".join([*lines, f"# {line}", *(f"# {comment}" for comment in self.comments())])
+
+
+def written_run(to: str, words: Sequence[str], ranks: int | str | None, comments: Iterable[str]) -> str:
+    """Write a run's file; return the command that starts it, and the comments, which the file has too.
+
+    words: the overrides of the run. Variables of the shell become those of the environment, which the run reads.
+    Raises UsageError for what only a shell can evaluate, and for a file that is there.
+    """
+    file = Path(to).expanduser()
+    if file.exists() or file.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"to must be a new file NAME.yaml; got {to}")
+    words = [*words, *([] if ranks is None else [f"nproc={ranks}"])]
+    try:
+        text = run_file([_with_environment(word) for word in words], None, None)
+    except ValueError as reason:
+        raise UsageError(f"to must be null: {reason}") from None
+    head = [f"Starts the run: verl-ext train {file.name}", *comments]
+    lines = [line for line in text.splitlines() if not line.startswith("# ") and line != "nproc: null"]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "\n".join([*(f"# {line}" for line in head), *lines, ""]))
+    return "\n".join([shlex.join(["verl-ext", "train", to]), *(f"# {comment}" for comment in comments)])
+
+
+def _with_environment(word: str) -> str:
+    """Replace shell variables in a word by references to the environment."""
+    key, _, value = word.partition("=")
+    if re.search(r"\$(?![A-Za-z_{])|\$\{(?!\w+(:-[^{}$]*)?\})", value):
+        raise UsageError(f"to must be null for a command with a value that only a shell evaluates; got {word}")
+    found = re.sub(r"\$(?:\{(\w+)(?::-([^{}]*))?\}|(\w+))", _environment, value)
+    if re.fullmatch(r"\$\{oc\.env:[^{}]*\}", found) and is_number(key):
+        found = f"${{oc.decode:{found}}}"
+    is_text = found != value and value[0] not in "'\"[{"
+    return f"{key}={quoted(found) if is_text else found}"
+
+
+def _environment(found: re.Match[str]) -> str:
+    default = "" if found[2] is None else f",{found[2]}"
+    return f"${{oc.env:{found[1] or found[3]}{default}}}"
 
 
 def _value(value: Any) -> str:

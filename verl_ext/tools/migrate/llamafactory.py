@@ -6,117 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.options import DataError, UsageError
-from verl_ext.tools.migrate import hf_keys, hf_trainer, preferences, sources
-from verl_ext.tools.migrate.line import (
-    FREE,
-    READ,
-    Moved,
-    Rule,
-    differing,
-    is_on,
-    lacking,
-    mapping,
-    number,
-    rules,
-    split_names,
-    to,
-)
+from verl_ext.tools.migrate import hf_trainer, preferences, sources
+from verl_ext.tools.migrate.line import Moved, is_on, mapping, number, split_names
+from verl_ext.tools.migrate.tables import key_table, reason
 
 NAME = "LLaMA-Factory"
-_LOSS = lacking("a loss of the prediction; loss.custom_cls has coefficients by token", "0")
-ULYSSES = lacking("ranks share rows by Ulysses; parallel.context_parallel_size adds groups of them", "ulysses")
-
-KEYS: dict[str, Rule] = {
-    **hf_keys.KEYS,
-    "model_name_or_path": to("model.path"),
-    **rules(
-        READ,
-        "stage finetuning_type dataset dataset_dir eval_dataset max_samples cutoff_len lora_rank lora_alpha "
-        "lora_target packing neat_packing template train_on_prompt cp_size context_parallel_size loraplus_lr_ratio "
-        "use_kt kt_config use_muon use_swanlab use_packed_sequences pref_loss pref_beta pref_ftx simpo_gamma ld_alpha "
-        "rope_scaling dpo_label_smoothing kto_chosen_weight kto_rejected_weight disable_shuffling "
-        "early_stopping_steps enable_thinking train_from_scratch",
-    ),
-    **rules(
-        FREE,
-        "overwrite_cache flash_attn infer_backend upcast_layernorm low_cpu_mem_usage cache_dir print_param_status "
-        "freeze_vision_tower freeze_multi_modal_projector use_v1_kernels include_effective_tokens_per_second "
-        "preprocessing_batch_size hf_hub_token ms_hub_token use_fast_tokenizer data_shared_file_system "
-        "double_quantization quantization_method use_reentrant_gc export_dir export_size export_device "
-        "export_legacy_format dist_config_file tokenized_path buffer_size compute_accuracy plot_loss streaming "
-        "kt_cpu_activation kt_non_expert_weight_path kt_model_path sequence_parallel use_distributed_optimizer "
-        "bias_activation_fusion apply_rope_fusion overlap_param_gather overlap_grad_reduce moe_grouped_gemm "
-        "moe_token_dispatcher_type recompute_granularity mixed_precision export_hf_on_finish swanlab_mode "
-        "swanlab_workspace swanlab_api_key swanlab_logdir swanlab_lark_secret swanlab_lark_webhook_url adapter_folder "
-        "export_hub_model_id export_quantization_bit export_quantization_dataset export_quantization_maxlen "
-        "export_quantization_nsamples do_sample temperature top_p top_k num_beams max_length max_new_tokens "
-        "repetition_penalty length_penalty skip_special_tokens eval_num_beams generation_config generation_max_length "
-        "generation_num_beams infer_dtype use_kv_cache vllm_config vllm_enforce_eager vllm_gpu_util vllm_max_lora_rank "
-        "vllm_maxlen sglang_config sglang_lora_backend sglang_maxlen sglang_mem_fraction sglang_tp_size master_addr "
-        "master_port ray_init_kwargs om_hub_token offload_folder ignore_pad_token_for_loss eval_on_each_dataset "
-        "quantization_type sortish_sampler upcast_lmhead_output use_unsloth use_unsloth_gc media_dir "
-        "kt_expert_checkpoint_path",
-    ),
-    "preprocessing_num_workers": to("num_workers"),
-    "enable_liger_kernel": to("model.use_liger"),
-    "adapter_name_or_path": to("model.lora_adapter_path"),
-    "pure_bf16": to("engine.model_dtype", {"true": "bf16", "false": None}),
-    "disable_gradient_checkpointing": to("model.enable_gradient_checkpointing", {"true": False, "false": None}),
-    "use_dft_loss": hf_keys.DFT,
-    "mask_history": to("turns", {"true": "last", "false": None}),
-    "swanlab_project": to("trainer.project_name"),
-    "swanlab_run_name": to("trainer.experiment_name"),
-    "ref_model": to("reference.path"),
-    "freeze_language_model": lacking("the text model is what is trained"),
-    "val_size": hf_keys.HELD_OUT,
-    "add_tokens": hf_keys.TOKENS,
-    "resize_vocab": FREE,
-    **rules(hf_keys.SPECIAL_TOKENS, "new_special_tokens add_special_tokens"),
-    **rules(
-        lacking("rows begin as the mean of a token's old pieces; model.new_special_tokens names the tokens"),
-        "new_special_tokens_config init_special_tokens",
-    ),
-    **rules(hf_keys.QUANTIZED, "quantization_bit quantization_device_map"),
-    **rules(_LOSS, "use_asft_loss asft_alpha use_eaft_loss eaft_alpha"),
-    **rules(
-        hf_keys.UNSHARDED,
-        "use_galore galore_layerwise galore_target galore_rank galore_scale use_apollo apollo_layerwise "
-        "apollo_target apollo_rank apollo_scale apollo_scale_type use_badam badam_mode badam_switch_mode "
-        "badam_switch_interval badam_verbose use_adam_mini apollo_proj apollo_proj_type apollo_scale_front "
-        "apollo_update_interval galore_proj_type galore_update_interval badam_mask_mode badam_start_block "
-        "badam_update_ratio",
-    ),
-    **rules(hf_keys.IMAGES, "image_max_pixels video_max_pixels image_min_pixels video_fps video_maxlen"),
-    **rules(hf_keys.IMAGES, "video_min_pixels audio_sampling_rate crop_to_patches image_do_pan_and_scan"),
-    "use_audio_in_video": hf_keys.IMAGES,
-    "model_revision": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
-    "tool_format": differing("the chat template prints tools"),
-    "preserve_thinking": differing("the chat template decides which turns keep their reasoning"),
-    "split_special_tokens": to("special_tokens_in_text", {"true": "encode", "false": "keep"}),
-    **rules(differing("FSDP2 shards the model, in place of another engine"), "use_mca use_hyper_parallel"),
-    "hyper_parallel_args": FREE,
-    "loraplus_lr_embedding": lacking("optim.lr_of has factors of the rate by name", "1e-06", "1e-6"),
-    **rules(lacking("adapters of experts are model.target_parameters"), "kt_use_lora_experts"),
-    **rules(FREE, "kt_lora_expert_intermediate_size kt_lora_expert_num"),
-    **rules(
-        lacking("adapters are LoRA's"),
-        "oft_block_size oft_target oft_rank module_dropout pissa_init pissa_iter",
-    ),
-    "pissa_convert": lacking("adapters are LoRA's"),
-    **rules(hf_keys.FP8, "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather"),
-    **hf_keys.GROUPS,
-    "kt_weight_path": hf_keys.QUANTIZED,
-    "ref_model_adapters": lacking("the reference is one folder: merge its adapters"),
-    "pref_bco_weight": lacking("loss is one loss, without a second one of single answers", "0", "0.0"),
-    **rules(lacking("layers are neither added nor replaced"), "use_llama_pro mixture_of_depths"),
-    **rules(READ, "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules"),
-    "cp_mode": ULYSSES,
-    "shift_attn": lacking("attention is over the whole document"),
-    "create_new_adapter": lacking("adapters go on from those of model.lora_adapter_path"),
-    "mix_strategy": lacking("data.mixture has the shares of categories", "concat"),
-    "interleave_probs": lacking("data.mixture has the shares of categories"),
-    "ray_num_workers": lacking("verl_ext.fsdp_sft_trainer_ray trains on Ray"),
-}
 
 # {a name in `columns`: (ours, the record's field without it)}
 _COLUMNS = {
@@ -140,7 +34,7 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
     """Translate a YAML of version 0; its dataset_info.json stands below `folder`."""
     if (stage := moved.values.get("stage", "sft")) not in ("sft", "pt", "dpo", "kto"):
         raise UsageError(f"stage must be sft, pt, dpo or kto; got {stage}: {preferences.ELSEWHERE}")
-    moved.take(KEYS)
+    moved.take(key_table("llamafactory"))
     kind = str(moved.get("finetuning_type", default="lora"))
     _read_data(moved, folder)
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
@@ -167,6 +61,9 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
             moved.put("optim.lr_of", {"lora_B": ratio})
     elif moved.words.pop("model.lora_adapter_path", None):
         moved.lack("adapter_name_or_path", "it is not merged into the model: model.path names one with it")
+    if moved.is_on("quantization_bit"):
+        form, nested = moved.get("quantization_type", default="nf4"), moved.get("double_quantization", default=True)
+        hf_trainer.read_bits(moved, "quantization_bit", moved.get("quantization_method", default="bnb"), form, nested)
     if kind == "freeze":
         own = {name: moved.get(name) for name in ("freeze_trainable_layers", *_FROZEN)}
         put_frozen(moved, "finetuning_type", own)
@@ -243,7 +140,7 @@ def _read_experts(moved: Moved) -> None:
     moved.differ("experts are computed on the host there; here they wait in its memory and are computed on the GPUs")
     weights = mapping("kt_config", moved.get("kt_config")).get("kt_expert_weight_format", "bf16")
     if "bf16" not in str(weights):
-        moved.lack("kt_config", hf_keys.QUANTIZED.lacks)
+        moved.lack("kt_config", reason("quantized"))
 
 
 def put_template(moved: Moved) -> None:

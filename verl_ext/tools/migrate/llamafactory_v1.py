@@ -4,35 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.tools.migrate import hf_keys, hf_trainer, llamafactory, preferences, sources
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, is_on, lacking, mapping, number, rules, to
+from verl_ext.tools.migrate import hf_trainer, llamafactory, preferences, sources
+from verl_ext.tools.migrate.line import Moved, is_on, mapping, number
 from verl_ext.tools.migrate.reading import read_yaml
-
-V1: dict[str, Rule] = {
-    "trust_remote_code": to("model.trust_remote_code"),
-    **rules(
-        FREE,
-        "model_class sample_backend max_new_tokens dist_config init_config kernel_config bf16 flash_attn "
-        "save_hf_model logging_steps_per_epoch",
-    ),
-    **rules(
-        READ,
-        "train_dataset eval_dataset micro_batch_size global_batch_size cutoff_len peft_config quant_config cp_size "
-        "learning_rate num_train_epochs max_steps optim_config template batching_strategy save_epochs "
-        "gradient_accumulation_steps",
-    ),
-    "model": to("model.path"),
-    "output_dir": to("trainer.default_local_dir"),
-    "save_steps": to("trainer.save_freq", {"0": None}),
-    "max_grad_norm": to("optim.clip_grad"),
-    "seed": to("trainer.seed"),
-    "logging_steps": to("trainer.log_freq"),
-    "enable_activation_checkpointing": to("model.enable_gradient_checkpointing"),
-    "fp8": hf_keys.FP8,
-    "cp_mode": llamafactory.ULYSSES,
-    "lr_scheduler_config": lacking("optim.lr_scheduler_type and optim.lr_warmup_steps_ratio have the schedule"),
-}
-
+from verl_ext.tools.migrate.tables import key_table, reason
 
 _PEFT = {  # {a key of peft_config: ours}
     "adapter_name_or_path": "model.lora_adapter_path",
@@ -42,7 +17,7 @@ _PEFT = {  # {a key of peft_config: ours}
 
 def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
     """Translate a YAML of version 1, whose dataset is a YAML of files."""
-    moved.take(V1)
+    moved.take(key_table("llamafactory_v1"))
     moved.put("data.over_length", "truncate")
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
     for key, node in (("train_dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
@@ -60,8 +35,12 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
         llamafactory.put_frozen(moved, "peft_config", peft)
     elif peft:
         moved.lack("peft_config", "adapters are LoRA's")
-    if mapping("quant_config", moved.get("quant_config")):
-        moved.lack("quant_config", hf_keys.QUANTIZED.lacks)
+    if quant := mapping("quant_config", moved.get("quant_config")):
+        if quant.get("name") == "bnb" and number(quant.get("quantization_bit"), 4) == 4:
+            form, nested = quant.get("quantization_type", "nf4"), quant.get("double_quantization", True)
+            hf_trainer.put_four_bits(moved, "quant_config", form, nested)
+        else:
+            moved.lack("quant_config", reason("quantized"))
     if optim := mapping("optim_config", moved.get("optim_config")):
         _put_optimizer_v1(moved, optim)
     sources.differ_by_model(moved, "model")
@@ -85,7 +64,7 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
 def _put_optimizer_v1(moved: Moved, options: Mapping[str, Any]) -> None:
     """Translate Muon, whose options are ours."""
     if options.get("name") != "muon":
-        moved.lack("optim_config", hf_keys.UNSHARDED.lacks)
+        moved.lack("optim_config", reason("unsharded"))
         return
     moved.put("optim.optimizer", "Muon")
     moved.put("optim.weight_decay", options.get("wd", 0.1))

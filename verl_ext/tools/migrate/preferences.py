@@ -12,7 +12,7 @@ LOSSES = {
     "apo_zero_unpaired": "apo_zero",
     **{name: name for name in ("dpo", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo", "kto")},
 }
-REWARDS = ("rm", "ppo", "grpo", "gdpo", "gkd", "ebft")  # what is no loss of given answers
+REWARDS = ("rm", "ppo", "grpo", "gdpo", "gkd", "ebft")  # what is not a loss of given answers
 ELSEWHERE = "verl's own trainers have PPO and GRPO; reward models are not trained"
 
 
@@ -39,6 +39,13 @@ def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> N
     moved.differ("a prompt or an answer that is too long is cut there; data.over_length=drop leaves the whole unit out")
 
 
+def put_label(moved: Moved) -> None:
+    """Name the field of an answer's label."""
+    if not {"columns", "columns.kto_tag"} & moved.words.keys():
+        moved.put("columns.kto_tag", "label")
+        moved.differ("columns.kto_tag=label is the field of an answer's label there; leave it out for pairs")
+
+
 def read_loss(
     moved: Moved, key: str, loss_key: str, likelihood: str, betas: Mapping[str, float], family: str = "dpo"
 ) -> None:
@@ -57,6 +64,7 @@ def read_loss(
     options = {"beta": moved.get("beta", default=betas.get(family, 0.1))}
     if name == "kto":
         options |= {side: moved.get(side) for side in ("desirable_weight", "undesirable_weight")}
+        put_label(moved)
     elif name == "simpo":
         options |= {"margin": moved.get("simpo_gamma"), "nll_weight": moved.get("cpo_alpha", default=1.0)}
     elif name == "cpo":

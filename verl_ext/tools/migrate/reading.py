@@ -1,15 +1,14 @@
-"""The keys of a configuration: files, shell scripts, and flags of a command."""
+"""The keys of a configuration: files, and flags of a command."""
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.options import DataError, first_line
 
-_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 # A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
 WORD = re.compile(
     r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
@@ -40,33 +39,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def commands_of(text: str) -> list[list[str]]:
-    """Return the commands of a shell text as words, with its plain assignments in place.
-
-    Raises UsageError for a quote that is not closed.
-    """
-    text = re.sub(r"\\[ \t]*(\n|\Z)", " ", without_comments(text))
-    if re.sub(r"\s", "", WORD.sub("", text)):
-        raise UsageError("command must be whole; got a quote that is not closed")
-    commands: list[list[str]] = []
-    variables: dict[str, str] = {}
-    for line in re.findall(rf"(?:{WORD.pattern}|[^\S\n])+", text, re.DOTALL):
-        words = WORD.findall(line)
-        while words:
-            end = next((number for number, word in enumerate(words) if END.fullmatch(word)), len(words))
-            command, words = [unquoted(word) for word in words[:end]], words[end + 1 :]
-            while command and (command[0] == "export" or _ASSIGNED.fullmatch(command[0])):
-                if match := _ASSIGNED.fullmatch(command[0]):
-                    variables[match[1]] = _substituted(match[2], variables)
-                command = command[1:]
-            if command:
-                ranks = variables.get("NPROC_PER_NODE", variables.get("nproc_per_node", ""))
-                shown = [f"NPROC_PER_NODE={ranks}"] * ranks.isdigit()
-                shown += [f"{name}={variables[name]}" for name in IMAGE_SETTINGS if name in variables]
-                commands.append([*shown, *(_substituted(word, variables) for word in command)])
-    return commands
-
-
 def without_comments(script: str) -> str:
     """Return a script whose lines end before their comments."""
     return "\n".join(map(_without_comment, script.splitlines()))
@@ -93,13 +65,6 @@ def unquoted(word: str) -> str:
     with suppress(ValueError):
         kept = "".join(shlex.split(kept))
     return re.sub(r"\x00(\d+)\x00", lambda match: hidden[int(match[1])], kept)
-
-
-def _substituted(word: str, variables: Mapping[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        return variables.get(match[1] or match[2], match[0])
-
-    return re.sub(r"\$\{(\w+)\}|\$(\w+)", value, word)
 
 
 def flags_of(words: Sequence[str]) -> dict[str, Any]:

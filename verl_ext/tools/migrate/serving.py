@@ -13,26 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.options import UsageError, spell
-from verl_ext.tools.migrate import axolotl, hf_keys, llamafactory, llamafactory_v1, swift
-from verl_ext.tools.migrate.line import (
-    FREE,
-    READ,
-    Moved,
-    Rule,
-    differing,
-    is_on,
-    lacking,
-    listed,
-    mapping,
-    rules,
-    shell_word,
-    to,
-)
+from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, shell_word
+from verl_ext.tools.migrate.tables import key_table, reason
 
-_REQUEST = differing("each request says it")
-_ANSWERS = lacking("no command answers the records of a data set; `eval.prompts` does while training")
 _QUANTIZES = ("export_quantization_bit", "quant_method")
-_COMPRESSES = "docs/serving.md has the lines of llm-compressor, which quantizes a merged folder"
+_COMPRESSES = "docs/guides/serving.md has the lines of llm-compressor, which quantizes a merged folder"
 _RANKS = (32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes, above its default of 16
 _SIZES = {  # {a name here: the flags of vLLM and of SGLang}
     "length": ("--max-model-len", "--context-length"),
@@ -44,60 +29,11 @@ _SIZES = {  # {a name here: the flags of vLLM and of SGLang}
     "name": ("--served-model-name", "--served-model-name"),
     "trusts": ("--trust-remote-code", "--trust-remote-code"),
 }
-_REQUESTS = "temperature top_p top_k max_new_tokens do_sample repetition_penalty num_beams enable_thinking stop_words"
-_TRUST = to("trusts", {"false": None})
-
-# {a key: its place}; keys of training stand beside those of a model in a file, and ask for nothing here.
-_LLAMAFACTORY: dict[str, Rule] = {
-    **dict.fromkeys(llamafactory.KEYS | llamafactory_v1.V1, FREE),
-    **rules(to("model"), "model_name_or_path model"),
-    "adapter_name_or_path": to("adapters"),
-    "peft_config": READ,
-    "infer_backend": to("backend"),
-    "trust_remote_code": _TRUST,
-    "export_dir": to("folder"),
-    "export_size": to("shard_gb"),
-    "vllm_maxlen": to("length"),
-    "vllm_gpu_util": to("share"),
-    **rules(FREE, "infer_dtype vllm_enforce_eager vllm_max_lora_rank vllm_config sglang_config default_system"),
-    **rules(_REQUEST, _REQUESTS),
-    **rules(READ, "export_quantization_bit export_quantization_dataset"),
-    "export_hub_model_id": hf_keys.KEYS["hub_model_id"],
-    **rules(_ANSWERS, "do_predict predict_with_generate eval_dataset"),
-    "quantization_bit": differing("vLLM and SGLang quantize by --quantization"),
-}
-_SWIFT: dict[str, Rule] = {
-    **dict.fromkeys(swift.KEYS, FREE),
-    **rules(FREE, "stream max_batch_size write_batch_size lang model_revision merge_lora save_safetensors"),
-    "model": to("model"),
-    "adapters": to("adapters"),
-    "infer_backend": to("backend"),
-    "output_dir": to("folder"),
-    **rules(to("length"), "vllm_max_model_len sglang_context_length"),
-    **rules(to("split"), "vllm_tensor_parallel_size sglang_tp_size"),
-    **rules(to("copies"), "vllm_data_parallel_size sglang_dp_size"),
-    **rules(to("share"), "vllm_gpu_memory_utilization sglang_mem_fraction_static"),
-    **{name: to(name) for name in ("host", "port")},
-    "served_model_name": to("name"),
-    **rules(_REQUEST, _REQUESTS),
-    **rules(_ANSWERS, "val_dataset load_data_args result_path metric"),
-    **rules(READ, "quant_method quant_bits quant_n_samples quant_batch_size"),
-    "to_ollama": lacking("docs/serving.md has the lines of llama.cpp, whose files ollama reads"),
-    **rules(lacking("this is a server without pages"), "base_url"),
-}
-_AXOLOTL: dict[str, Rule] = {
-    **dict.fromkeys(axolotl.KEYS, FREE),
-    **rules(FREE, "prompter gradio"),
-    "base_model": to("model"),
-    "lora_model_dir": to("adapters"),
-    "output_dir": READ,
-    "trust_remote_code": _TRUST,
-}
 
 
 def read_llamafactory_model(moved: Moved, folder: Path) -> None:
     """Translate a YAML that `chat` or `api` serve, or `export` writes."""
-    moved.take(_LLAMAFACTORY)
+    moved.take(key_table("llamafactory_served"))
     peft = mapping("peft_config", moved.get("peft_config"))
     names = {"adapter_name_or_path": "adapters", "export_dir": "folder", "export_size": "shard_gb"}
     moved.words |= {ours: peft[theirs] for theirs, ours in names.items() if is_on(peft.get(theirs))}
@@ -107,10 +43,10 @@ def read_llamafactory_model(moved: Moved, folder: Path) -> None:
 def read_swift_model(moved: Moved, folder: Path, writes: bool = False) -> None:
     """Translate the flags of `swift infer`, `deploy` and `app`, or of `export`."""
     if (task := str(moved.values.get("task_type", "causal_lm"))) != "causal_lm":
-        raise UsageError(f"task_type must be causal_lm: {swift.CLASSIFIES}; got {task}")
+        raise UsageError(f"task_type must be causal_lm: {reason('classifies')}; got {task}")
     if moved.is_on("to_cached_dataset"):
         raise UsageError("to_cached_dataset must stand before the training of its tokens: `verl-ext train` makes them")
-    moved.take(_SWIFT)
+    moved.take(key_table("swift_served"))
     if writes and moved.is_on("push_to_hub"):
         place = moved.words.get("folder") or next(iter(listed(moved.words.get("adapters"))), moved.words.get("model"))
         moved.become(
@@ -124,7 +60,7 @@ def read_swift_model(moved: Moved, folder: Path, writes: bool = False) -> None:
 
 def read_axolotl_model(moved: Moved, folder: Path, writes: bool = False) -> None:
     """Translate a YAML that `axolotl inference` or `axolotl merge-lora` read."""
-    moved.take(_AXOLOTL)
+    moved.take(key_table("axolotl_served"))
     place = str(moved.get("output_dir", default="./model-out"))
     moved.words.setdefault("adapters", place)
     if writes:
@@ -169,7 +105,7 @@ def _serve(moved: Moved) -> None:
     if model == "BASE":
         moved.differ("BASE is the base_model_name_or_path of the adapters' adapter_config.json, which is not here")
     if str(words.get("backend", "vllm")).lower() not in ("vllm", "sglang"):
-        moved.differ(f"infer_backend={words['backend']}: vLLM serves the model; docs/serving.md has SGLang's line")
+        moved.differ(f"infer_backend={words['backend']}: vLLM serves it; docs/guides/serving.md has SGLang's line")
     moved.become(" ".join(line), "a server; `vllm chat` asks it, as any client of OpenAI's API does")
 
 

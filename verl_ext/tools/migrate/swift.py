@@ -6,25 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.options import UsageError
-from verl_ext.tools.migrate import hf_keys, hf_trainer, preferences, sources
-from verl_ext.tools.migrate.line import (
-    FREE,
-    READ,
-    Moved,
-    Rule,
-    differing,
-    is_on,
-    lacking,
-    listed,
-    mapping,
-    rules,
-    to,
-)
-from verl_ext.tools.migrate.reading import IMAGE_SETTINGS
+from verl_ext.tools.migrate import hf_trainer, preferences, sources
+from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping
+from verl_ext.tools.migrate.tables import key_table, reason
 
 NAME = "ms-swift"
+_OF_VERSION_2 = {  # {a name there: that of version 3}
+    **{"sft_type": "train_type", "model_id_or_path": "model", "dtype": "torch_dtype", "template_type": "template"},
+    **{"batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size"},
+    **{"custom_train_dataset_path": "dataset", "custom_val_dataset_path": "val_dataset"},
+    **{"dataset_test_ratio": "split_dataset_ratio", "lora_target_modules": "target_modules"},
+    **{"lora_dropout_p": "lora_dropout", "deepspeed_config_path": "deepspeed", "use_flash_attn": "attn_impl"},
+}
 _CACHED = ("cached_dataset", "cached_val_dataset")
-CLASSIFIES = "language models are trained, no classifier, embedding or reranker"
 # ms-swift's weights of an agent's turns: of what a pattern matches, or of a key and of the text after it
 _SCALES: dict[str, dict[str, tuple[float, ...]]] = {
     "hermes": {r"<tool_call>[\s\S]+?</tool_call>": (2.0,)},
@@ -40,85 +34,16 @@ _SCALES: dict[str, dict[str, tuple[float, ...]]] = {
     },
 }
 
-KEYS: dict[str, Rule] = {
-    **hf_keys.KEYS,
-    "model": to("model.path"),
-    **rules(
-        READ,
-        "dataset val_dataset cached_dataset cached_val_dataset tuner_type train_type lora_rank lora_alpha "
-        "target_modules packing max_length packing_length truncation_strategy loss_scale sequence_parallel_size "
-        "template agent_template use_hf use_chat_template task_type adapters early_stop_interval columns max_epochs "
-        "dataset_shuffle train_dataloader_shuffle model_author model_name optimizer rlhf_type beta label_smoothing "
-        "rpo_alpha ld_alpha loss_type cpo_alpha simpo_gamma desirable_weight undesirable_weight ref_model "
-        "rope_scaling max_model_len disable_ignore_empty_think add_non_thinking_prefix packing_strategy target_regex "
-        "lorap_lr_ratio freeze_parameters_regex trainable_parameters trainable_parameters_regex",
-    ),
-    **rules(
-        FREE,
-        "padding_free streaming enable_channel_loss torch_dtype load_from_cache_file ref_model_type "
-        "freeze_vit freeze_aligner attn_impl lazy_tokenize create_checkpoint_symlink use_logits_to_keep "
-        "packing_num_proc shuffle_buffer_size model_type vit_gradient_checkpointing acc_strategy add_version "
-        "check_model strict device_map max_new_tokens temperature top_p bnb_4bit_quant_type bnb_4bit_use_double_quant "
-        "bnb_4bit_quant_storage tuner_backend device_groups use_galore_per_layer mixed_precision_policy "
-        "disable_auto_column_mapping download_mode enable_npu_model_patch enable_thinking eval_generation_config "
-        "eval_metric extra_eval_args generation_config generation_max_length generation_num_beams hqq_axis "
-        "ignore_args_error is_binary_loss_scale load_args load_data_args local_repo_path logprobs lora_dtype "
-        "max_memory max_shard_size norm_bbox num_beams padding_side ray_exp_name repetition_penalty safe_serialization "
-        "sortish_sampler stop_words stopping_strategy stream structured_outputs_regex swanlab_email_language "
-        "swanlab_mode swanlab_notification_method swanlab_receiver_email swanlab_secret swanlab_sender_email "
-        "swanlab_smtp_port swanlab_smtp_server swanlab_token swanlab_webhook_url swanlab_workspace template_backend "
-        "top_k top_logprobs use_flash_ckpt use_swift_lora val_dataset_shuffle zero_hpz_partition_size "
-        "max_completion_length ref_model_mixup_alpha ref_model_sync_steps discopop_tau",
-    ),
-    "dataset_num_proc": to("num_workers"),
-    "split_dataset_ratio": hf_keys.HELD_OUT,
-    "experts_impl": to("model.experts"),
-    "freeze_parameters": to("model.freeze", is_names=True),
-    "new_special_tokens": hf_keys.SPECIAL_TOKENS,
-    **hf_keys.GROUPS,
-    **dict.fromkeys(IMAGE_SETTINGS, hf_keys.IMAGES),
-    "use_ray": differing("`verl-ext launch-ray` trains on Ray's nodes"),
-    "preserve_thinking": differing("the chat template decides which turns keep their reasoning"),
-    "swanlab_project": to("trainer.project_name"),
-    "swanlab_exp_name": to("trainer.experiment_name"),
-    "model_revision": lacking("a Hub model is its newest: download the revision and name its folder", "master", "main"),
-    "ref_adapters": lacking("the reference is one folder: merge its adapters"),
-    **rules(lacking("loss is one loss, of the model's own reference"), "loss_weights sync_ref_model"),
-    "interleave_prob": lacking("data.mixture has the shares of categories"),
-    "freeze_parameters_ratio": lacking("model.freeze has globs of names", "0", "0.0"),
-    "lora_bias": lacking("adapters have no bias", "none"),
-    "deepspeed_autotp_size": lacking("engine.ulysses_sequence_parallel_size splits rows, no matrices", "1"),
-    **rules(hf_keys.QUANTIZED, "quant_bits quant_method bnb_4bit_compute_dtype"),
-    **rules(lacking(CLASSIFIES), "num_labels problem_type"),
-    **rules(
-        hf_keys.UNSHARDED,
-        "use_galore galore_quantization galore_optim_per_parameter galore_rank lisa_activated_layers",
-    ),
-    **rules(lacking("towers are frozen: a text does not reach them"), "vit_lr aligner_lr"),
-    "freeze_llm": lacking("the text model is what is trained"),
-    **rules(hf_keys.IMAGES, "max_pixels video_max_pixels fps_max_frames"),
-    **rules(
-        lacking("adapters are LoRA's"),
-        "init_weights lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction lora_ga_scale "
-        "lora_ga_stable_gamma llamapro_num_new_blocks reft_intervention_type",
-    ),
-    "enable_dft_loss": hf_keys.DFT,
-    "response_prefix": lacking("no text of one's own begins a reply"),
-    **rules(
-        lacking("trainer.hooks, loss.custom_cls and data.custom_cls take Python"),
-        "external_plugins custom_register_path callbacks custom_dataset_info",
-    ),
-    **rules(
-        lacking("`verl-ext judge` measures an exported model"),
-        "eval_use_evalscope eval_dataset eval_dataset_args eval_limit",
-    ),
-    "quantization_bit": hf_keys.QUANTIZED,
-}
-
 
 def read_swift(moved: Moved, folder: Path) -> None:
     """Translate the command's flags."""
-    moved.take(KEYS)
+    if old := [name for name in _OF_VERSION_2 if name in moved.values]:
+        moved.values = {_OF_VERSION_2.get(name, name): value for name, value in moved.values.items()}
+        moved.values.setdefault("warmup_ratio", 0.05)
+        dtype = str(moved.values.get("torch_dtype", ""))
+        moved.values["torch_dtype"] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype)
+        moved.differ(f"{', '.join(old)}: names of ms-swift 2, whose default of warmup_ratio is 0.05")
+    moved.take(key_table("swift"))
     read_swift_keys(moved, "lora")
 
 
@@ -127,7 +52,7 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
     kind = str(moved.get("tuner_type", "train_type", default=usual))
     trains_texts = moved.get("use_chat_template") is False
     if (task := str(moved.get("task_type", default="causal_lm"))) != "causal_lm":
-        raise UsageError(f"task_type must be causal_lm: {CLASSIFIES}; got {task}")
+        raise UsageError(f"task_type must be causal_lm: {reason('classifies')}; got {task}")
     if (family := str(moved.get("rlhf_type", default=""))) in preferences.REWARDS:
         raise UsageError(f"rlhf_type must be a loss of given answers; got {family}: {preferences.ELSEWHERE}")
     _read_data(moved)
@@ -162,7 +87,7 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
     if moved.get("optimizer") == "muon":
         moved.put("optim.optimizer", "Muon")
     elif moved.is_on("optimizer"):
-        moved.lack("optimizer", hf_keys.UNSHARDED.lacks)
+        moved.lack("optimizer", reason("unsharded"))
     _read_learnt(moved, trains_texts)
     hf_trainer.differ_by_tokens(moved, "as transformers draws them around the mean of all")
     if tokens := moved.words.get("model.new_special_tokens"):
@@ -175,7 +100,10 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
         moved.put("trainer.early_stop.metric", "val/loss")
         moved.put("trainer.early_stop.patience", wait)
     elif is_on(wait):
-        moved.lack("early_stop_interval", hf_keys.NO_VALIDATION)
+        moved.lack("early_stop_interval", hf_trainer.NO_VALIDATION)
+
+
+_BITS = {"quant_type": "nf4", "use_double_quant": True}  # of four bits, and their defaults
 
 
 def _read_model(moved: Moved, kind: str) -> None:
@@ -189,6 +117,10 @@ def _read_model(moved: Moved, kind: str) -> None:
             moved.put("optim.lr_of", {"lora_B": ratio})
     elif kind != "full":
         moved.lack("tuner_type" if "tuner_type" in moved.values else "train_type", "adapters are LoRA's")
+    bits = "quantization_bit" if moved.is_on("quantization_bit") else "quant_bits"
+    if moved.is_on(bits, "quant_method"):
+        form, nested = (moved.get(f"bnb_4bit_{name}", default=usual) for name, usual in _BITS.items())
+        hf_trainer.read_bits(moved, bits, moved.get("quant_method", default="bnb"), form, nested)
     if adapters := listed(moved.get("adapters")):
         moved.put("model.lora_adapter_path", adapters[0])
         if len(adapters) > 1:
@@ -242,13 +174,17 @@ def _read_data(moved: Moved) -> None:
                 _fill_in(moved, key, name, *subset)
                 subset = []
             category = sources.put_source(moved, node, name, path if is_file else sources.hub(name, *subset[:1]))
-            if not is_file and not is_of_hub and not source.lower().startswith("hf::"):
+            if not is_file and "/" not in name:
+                moved.lack(key, f"{name} is of ms-swift's own list of data sets: name its owner too, or its files")
+            elif not is_file and not is_of_hub and not source.lower().startswith("hf::"):
                 moved.differ(f"{name} is of ModelScope; the source names the same data set of the Hub, if it is there")
             if part and node == "data.sources":
                 moved.put(f"sample.{category}", part)
                 moved.differ(f"{name} is repeated there if it has fewer than {part} records; sample takes each once")
             elif part:
                 moved.lack(key, f"{name}: sample draws a part of a source")
+    if listed(moved.get("val_dataset")):
+        moved.words.pop("val_share", None)  # nothing is held out there then
     if is_on(columns := mapping("columns", moved.get("columns"))):
         moved.put("columns", {ours: theirs for theirs, ours in columns.items()})
     # There records are shuffled once, and again in each epoch.

@@ -4,8 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from verl_ext.tools.migrate import hf_keys, swift
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, differing, is_on, lacking, listed, number, rules, to
+from verl_ext.tools.migrate import swift
+from verl_ext.tools.migrate.line import Moved, is_on, listed, number
+from verl_ext.tools.migrate.tables import key_table
 
 _NAMES = {  # {a key here: that of `swift sft`}
     "lr": "learning_rate",
@@ -30,35 +31,10 @@ _MODULES = {  # {Megatron's modules: transformers'}
     "linear_fc2": ("down_proj",),
 }
 
-KEYS: dict[str, Rule] = {
-    **{key: rule for key, rule in swift.KEYS.items() if key not in (*_NAMES.values(), _STEPS)},
-    **rules(READ, f"{' '.join(_NAMES)} global_batch_size min_lr recompute_granularity"),
-    **rules(
-        FREE,
-        "cross_entropy_loss_fusion cross_entropy_fusion_impl sequence_parallel recompute_method recompute_num_layers "
-        "recompute_modules save_safetensors finetune no_save_optim no_save_rng attention_backend moe_grouped_gemm "
-        "moe_shared_expert_overlap moe_permute_fusion moe_token_dispatcher_type moe_router_dtype merge_lora "
-        "gradient_accumulation_fusion masked_softmax_fusion use_precision_aware_optimizer overlap_param_gather "
-        "overlap_grad_reduce use_distributed_optimizer eval_iters decoder_first_pipeline_num_layers "
-        "decoder_last_pipeline_num_layers linear_decoupled_in_proj bias_activation_fusion apply_rope_fusion "
-        "expert_tensor_parallel_size no_load_optim no_load_rng tensorboard_dir distributed_timeout_minutes",
-    ),
-    "clip_grad": to("optim.clip_grad"),
-    "adam_eps": to("optim.override_optimizer_config.eps"),
-    "lr_wsd_decay_style": to("optim.lr_wsd_decay_style"),
-    "lr_wsd_decay_iters": to("optim.lr_wsd_decay_steps"),
-    "optimizer_cpu_offload": to("engine.offload_policy", {"false": None}),
-    "optimizer_offload_fraction": differing("the whole state is in the memory of the host", "1", "1.0"),
-    **rules(differing("moments are fp32"), "exp_avg_dtype exp_avg_sq_dtype main_params_dtype"),
-    **rules(hf_keys.FP8, "fp8_recipe fp8_format fp8_param_gather"),
-    "moe_expert_capacity_factor": lacking("every token reaches its experts"),
-    "mtp_num_layers": lacking("the next token alone is learnt"),
-}
-
 
 def read_megatron(moved: Moved, folder: Path) -> None:
     """Translate the command's flags."""
-    moved.take(KEYS)
+    moved.take(key_table("swift_megatron"))
     values, known = moved.values, dict(moved.values)
     # For a while the values stand under the names of `swift sft`.
     for theirs, name in _NAMES.items():

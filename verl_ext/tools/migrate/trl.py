@@ -2,53 +2,12 @@
 
 from pathlib import Path
 
-from verl_ext.tools.migrate import hf_keys, hf_trainer, preferences, sources
-from verl_ext.tools.migrate.line import FREE, READ, Moved, Rule, lacking, listed, mapping, number, rules, to
+from verl_ext.tools.migrate import hf_trainer, preferences, sources
+from verl_ext.tools.migrate.line import Moved, listed, mapping, number
+from verl_ext.tools.migrate.tables import key_table
 
 NAME = "TRL"
 _RATES = {"dpo": 1e-6, "kto": 1e-6}
-
-KEYS: dict[str, Rule] = {
-    **hf_keys.KEYS,
-    "model_name_or_path": to("model.path"),
-    **rules(
-        READ,
-        "dataset_name dataset_config dataset_train_split dataset_test_split datasets max_length max_seq_length "
-        "packing packing_strategy assistant_only_loss completion_only_loss use_peft lora_r lora_alpha "
-        "lora_target_modules parallelism_config loss_type",
-    ),
-    **rules(
-        FREE,
-        "torch_dtype dtype attn_implementation pad_to_multiple_of pad_token streaming env use_cache loss_chunk_size "
-        "lora_task_type bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant dataset_streaming "
-        "ignore_bias_buffers eval_packing padding_free shuffle_dataset no_remove_unused_columns",
-    ),
-    "model_revision": lacking("a Hub model is its newest: download the revision and name its folder", "main"),
-    "dataset_num_proc": to("num_workers"),
-    "test_split_size": hf_keys.HELD_OUT,
-    "dataset_text_field": to("columns.text", {"text": None}),
-    "chat_template_path": to("chat_template"),
-    "eos_token": to("end_of_turn"),
-    "activation_offloading": to("model.activation_offload"),
-    "truncation_mode": lacking("data.over_length=truncate cuts the end of a document", "keep_start"),
-    "dataset_kwargs": lacking("`tokenize` reads raw records"),
-    "model_init_kwargs": lacking("model.override_config has keys of config.json"),
-    "load_in_4bit": hf_keys.QUANTIZED,
-    "load_in_8bit": hf_keys.IN_8_BITS,
-}
-
-_OF_ANSWERS: dict[str, Rule] = {
-    **{key: rule for key, rule in KEYS.items() if "packing" not in key and "only_loss" not in key},
-    "beta": READ,
-    **rules(FREE, "precompute_ref_log_probs precompute_ref_batch_size disable_dropout ref_model_mixup_alpha"),
-    **rules(FREE, "ref_model_sync_steps discopop_tau f_alpha_divergence_coef"),
-    **rules(lacking("loss is one loss, of the model's own reference"), "loss_weights sync_ref_model use_weighting"),
-    "f_divergence_type": lacking("the divergence of every loss is the reverse KL", "reverse_kl"),
-}
-OF_ANSWERS = {  # {a command: its keys}
-    "dpo": _OF_ANSWERS | rules(READ, "label_smoothing ld_alpha"),
-    "kto": _OF_ANSWERS | rules(READ, "desirable_weight undesirable_weight"),
-}
 
 
 def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
@@ -56,7 +15,7 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
 
     family: that of the command, sft, dpo or kto.
     """
-    moved.take(OF_ANSWERS.get(family, KEYS))
+    moved.take(key_table("trl" if family == "sft" else f"trl_{family}"))
     _read_data(moved)
     moved.put("data.max_tokens", moved.get("max_length", "max_seq_length", default=1024))
     if moved.get("max_length", "max_seq_length") is None:
@@ -66,7 +25,7 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
     if packs and kind == "wrapped":
         moved.differ("packing_strategy=wrapped lets documents attend to each other there; never here")
     if family != "sft":
-        preferences.read_loss(moved, "", "loss_type", "", {}, family)
+        preferences.read_loss(moved, "", "loss_type", "rpo_alpha", {}, family)
     elif moved.get("loss_type") == "dft":
         moved.put("loss.by_probability", True)
     elif moved.get("loss_type", default="nll") not in ("nll", "chunked_nll"):
@@ -76,6 +35,9 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
     if moved.is_on("use_peft"):
         rank, alpha = moved.get("lora_r", default=16), moved.get("lora_alpha", default=32)
         hf_trainer.put_lora(moved, rank, alpha, moved.get("lora_target_modules"), 0.05)
+    if moved.is_on("load_in_4bit"):
+        kind, nested = moved.get("bnb_4bit_quant_type", default="nf4"), moved.get("use_bnb_nested_quant")
+        hf_trainer.put_four_bits(moved, "load_in_4bit", kind, nested)
     parallel = mapping("parallelism_config", moved.get("parallelism_config"))
     hf_trainer.put_split(moved, max((parallel.get(name, 1) for name in ("sp_size", "cp_size")), key=number))
     known = ("sp_size", "cp_size", "dp_shard_size")
@@ -93,14 +55,13 @@ def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
             "with an empty thinking block, and learns the line end after it; here the tokenizer's template renders "
             "chats, or chat_template=qwen3_training chat_templates=trl:chat_templates"
         )
-    elif family == "sft":
-        moved.differ(
-            "without assistant_only_loss every token of a chat is learnt there, of a prompt's completion that alone; "
-            "here the assistant's turns are, and of a text every token: prompts=learn empty_reasoning=learn learn a "
-            "whole chat"
-        )
-    if moved.get("completion_only_loss") is False:
+    elif family == "sft" and not moved.is_on("completion_only_loss"):
         moved.words |= {"prompts": "learn", "empty_reasoning": "learn"}
+        if moved.get("completion_only_loss") is None:
+            moved.differ(
+                "without assistant_only_loss every token of a chat is learnt there (prompts=learn "
+                "empty_reasoning=learn); leave both out for a prompt and its completion, which alone is learnt there"
+            )
 
 
 def _read_data(moved: Moved) -> None:

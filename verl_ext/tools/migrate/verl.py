@@ -16,9 +16,12 @@ from itertools import takewhile
 from verl_ext.config.translation import translate
 from verl_ext.options import UsageError
 from verl_ext.overrides import Item
+from verl_ext.tools.migrate.line import shell_word, written_run
 from verl_ext.tools.migrate.reading import END, WORD, ranks_of, unquoted
+from verl_ext.tools.migrate.script import Script
 
 _TRAINER = re.compile(r"verl\.trainer\.(?:fsdp_sft_trainer|sft_trainer|sft_trainer_ray)|(?:\S*/)?fsdp_sft_trainer\.py")
+_PATH = "data.custom_cls.path"
 _OVERRIDE = re.compile(r"([+~]*)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 
@@ -27,14 +30,28 @@ def is_verls(text: str) -> bool:
     return any(_TRAINER.fullmatch(unquoted(word)) for word in WORD.findall(text))
 
 
-def only_command(script: str) -> str:
-    """Return the one command of a script that starts the trainer, with its words as they are."""
-    lines = re.sub(r"\\[ \t]*\n", " ", script).splitlines()
-    return next((line for line in lines if is_verls(line)), script)
+def migrate_script(text: str, to: str | None = None) -> str | None:
+    """Return the new command for the first of a script's that starts the trainer, or None without one.
+
+    to: as in :func:`migrate_verl`.
+    """
+    script = Script(text)
+    commands = [line for words, _ in script.commands if is_verls(line := " ".join(words))]
+    if not commands:
+        return None
+    unread = [
+        f"# {condition}: whether it holds is not known here, so the variables that its branches set are not read"
+        for condition in script.undecided
+    ]
+    more = [f"# the first of {len(commands)} commands that train is translated"] * (len(commands) > 1)
+    return "\n".join([migrate_verl(commands[0], to), *unread, *more])
 
 
-def migrate_verl(text: str) -> str:
-    """Return the new command and its comments, or raise UsageError."""
+def migrate_verl(text: str, to: str | None = None) -> str:
+    """Return the new command and its comments, or raise UsageError.
+
+    to: the file of the run to write, which the command then names.
+    """
     from verl_ext.config import schema  # imports torch and verl, which takes seconds
 
     def is_known(key: str) -> bool:
@@ -58,20 +75,35 @@ def migrate_verl(text: str) -> str:
             items.append(Item(match[1], match[2], unquoted(match[3]), match[3]))
         else:
             others.append(word)
-    items, comments = _without_class(items)
-    own_class = any(schema.names_own_class(item.value) for item in items if item.key == "data.custom_cls.name")
-    found = translate(items, own_class, packed=True, is_known=is_known)
+    values = {item.key: item.value for item in items}
+    # The file of a user's class is where the command will run.
+    own_class = bool(values.get("data.custom_cls.name")) and "pkg://verl_ext" not in str(values.get(_PATH))
+    does = "packs tokenized documents by data.max_tokens, as the default does"
+    comments = [f"leave data.custom_cls.* out if your class {does}"] * own_class
+    is_old = "fsdp_sft_trainer" in words[start]
+    found = translate(items, own_class, packed=True, is_known=is_known, is_old=is_old, writes_rate=True)
     lines = [_start(words, start, bool(found.sources))]
     for item in (*found.sources, *found.items):
         # A key that the schema has needs no plus.
         prefix = "" if item.prefix.startswith("+") and is_known(item.key) else item.prefix
-        lines.append(str(Item(prefix, item.key, item.written or item.value)))
+        word = str(Item(prefix, item.key, item.written or item.value))
+        lines.append(shell_word(word) if item.written is None and " " in word else word)
     if others := [*others, *words[end:]]:
         lines.append(" ".join(others))
+    unread = [word for word in words[start + 1 : end] if word in others and "$" in word]
+    comments += [f"{word} stays as it is: what it holds is not read" for word in unread]
+    if flags := [word for word in others if word.startswith(("--config", "-c"))]:
+        comments.append(f"{' '.join(flags)}: the file that it names is not read: give its keys as overrides")
     # A key that nothing reads stays in the command, because the user decides about it.
     unknown = [schema.unknown_key(item.key) for item in found.items if not is_known(item.key)]
-    comments = [f"# {line}" for line in (*comments, *found.notices, *found.problems, *unknown)]
-    return "\n".join([" \\\n    ".join(lines), *comments])
+    comments = [*comments, *found.notices, *found.problems, *unknown]
+    if to is not None:
+        if others:
+            comments.append(f"not in the file, because it is not an override: {' '.join(others)}")
+        new = [str(Item(item.prefix, item.key, item.value)) for item in (*found.sources, *found.items)]
+        before = list(takewhile(lambda word: re.fullmatch(r"\w+=.*", word, re.DOTALL), words))
+        return written_run(to, new, ranks_of(words[len(before) : start]), comments)
+    return "\n".join([" \\\n    ".join(lines), *(f"# {line}" for line in comments)])
 
 
 def _start(words: Sequence[str], start: int, tokenizes: bool) -> str:
@@ -82,16 +114,3 @@ def _start(words: Sequence[str], start: int, tokenizes: bool) -> str:
         return " ".join([*before, "verl-ext train", *([] if number is None else [f"nproc={number}"])])
     module = "verl_ext.fsdp_sft_trainer" + "_ray" * unquoted(words[start]).endswith("_ray")
     return " ".join([*words[:start], *([] if words[:start][-1:] == ["-m"] else ["-m"]), module])
-
-
-def _without_class(items: list[Item]) -> tuple[list[Item], list[str]]:
-    """Leave out data.custom_cls.* where ours has its name; return comments."""
-    given = [item for item in items if item.key in ("data.custom_cls.path", "data.custom_cls.name")]
-    values = {item.key: item.value or "" for item in given}
-    if not given or values.get("data.custom_cls.path", "").startswith("pkg://verl_ext"):
-        return items, []
-    does = "packs tokenized documents by data.max_tokens"
-    if values.get("data.custom_cls.name") == "SFTDataSet":
-        why = f"verl_ext.data.SFTDataSet, the default, {does}; keep both if your class does more"
-        return [item for item in items if item not in given], [f"{' '.join(map(str, given))} is left out: {why}"]
-    return items, [f"leave data.custom_cls.* out if your class {does}, as the default does"]

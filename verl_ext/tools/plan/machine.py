@@ -7,15 +7,17 @@ import torch
 from omegaconf import DictConfig
 
 from verl_ext.attention import unusable
+from verl_ext.config.legacy import RATE
 from verl_ext.config.run import Machine
 from verl_ext.layers import mixers_of
 from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.trainer.distributed import print_on_rank0, user_errors_end_the_run
-from verl_ext.trainer.run import Run
-from verl_ext.trainer.setup import checked, opened, this_machine
+from verl_ext.trainer.inputs import open_data
+from verl_ext.trainer.run import Opened
+from verl_ext.trainer.setup import check, this_machine
 
 
-def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Run, PlanOptions]:
+def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Opened, PlanOptions]:
     """Prepare a run on the planned machine.
 
     Returns it, and the plan with the properties of its GPU. Liger's kernels, and attention packages that are not
@@ -37,7 +39,11 @@ def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Run, PlanOptio
                 print_on_rank0([less], sys.stderr)
             if unusable(composed.attention.backend):
                 composed.attention.backend = "auto"  # torch's own flash attention, which needs the same memory
-    config, model = checked(composed, machine)
+        if composed.optim.lr is None:  # of which neither memory nor time depends
+            composed.optim.lr = float(RATE)
+            print_on_rank0([f"note: optim.lr is not given, and read as {RATE} here; the run must have one"], sys.stderr)
+    checked = check(composed, machine)
+    model = checked.model
     with user_errors_end_the_run():
         mixers = () if plan.gpu_memory is None or model.module is None else mixers_of(model.module)
         states = {type(layer).__name__ for layer, mixer in mixers if mixer.time not in ("attention", "positions")}
@@ -45,14 +51,12 @@ def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Run, PlanOptio
             why = f"the GPU kernels of {', '.join(sorted(states))} run on no fake GPU"
             must = f"plan.gpu_memory must be null for a {type(model.hf_config).__name__}"
             raise ValueError(f"{must}: {why}; got {plan.gpu_memory}")
-    run = opened(config, model)
-    with user_errors_end_the_run():
-        run.check_targets()
+    run = open_data(checked)
     print_on_rank0((f"note: {notice}" for notice in run.notices), sys.stderr)
     return run, plan
 
 
-def gpu_memory(run: Run, plan: PlanOptions) -> int | None:
+def gpu_memory(run: Opened, plan: PlanOptions) -> int | None:
     """Return the bytes of a planned or visible GPU; None without."""
     if plan.gpu_memory is not None:
         return num_bytes(plan.gpu_memory)

@@ -38,6 +38,12 @@ class PlanOptions(Options):
         None, "memory of each node for its ranks, e.g. 2TiB, which must hold their data on the host; null: not checked"
     )
     ranks_per_node: int = option(8, "ranks that share a node's memory; a smaller run has fewer", least=1)
+    expert_imbalance: float = option(
+        1.0,
+        "with parallel.expert_parallel: rows that reach a rank's experts, over those of a rank on average "
+        "(train/expert_rows_max of a run)",
+        least=1,
+    )
     reserve: Any = option("5GiB", "part of gpu_memory outside PyTorch: CUDA's context, NCCL's buffers, workspaces")
 
     def problems(self) -> Iterable[str | None]:

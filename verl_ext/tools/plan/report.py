@@ -2,7 +2,7 @@
 
 The heaviest packs of the run go through the real engine on a fake GPU (:mod:`verl_ext.tools.plan.run`), in a separate
 process. For a named GPU (`plan.gpu`), trials with other numbers of ranks that share a pack follow. If the run does not
-fit, trials of each of :data:`REMEDIES` follow, then of those that save most together, until one trial fits.
+fit, trials of each of the remedies follow, then of those that save most together, until one trial fits.
 """
 
 import os
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import IO, Any
 
 import numpy as np
@@ -23,52 +24,30 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_ext.config.check import check_run
-from verl_ext.config.run import RunConfig, sequence_parallel_size
-from verl_ext.config.support import CP as _CP
-from verl_ext.config.support import SP as _SP
+from verl_ext.config.run import RunConfig
+from verl_ext.config.schema import is_known
+from verl_ext.config.support import CP, SP
 from verl_ext.config.upstream import select
 from verl_ext.options import spell
 from verl_ext.parallel.shards import SequenceShards
 from verl_ext.progress import progress_bar
 from verl_ext.tools.plan.caching_allocator import reserved
+from verl_ext.tools.plan.experts import break_even
 from verl_ext.tools.plan.machine import gpu_memory
 from verl_ext.tools.plan.options import PlanOptions, num_bytes
+from verl_ext.tools.plan.remedies import REMEDIES, SHARED_EXPERTS, SHARED_PACKS, Remedy
 from verl_ext.tools.plan.run import Job, Layers, Prediction
 from verl_ext.tools.plan.time import time_facts
 from verl_ext.trainer.batch import StepBatch
-from verl_ext.trainer.run import Run
+from verl_ext.trainer.collator import StepCollator
+from verl_ext.trainer.inputs import open_data
+from verl_ext.trainer.run import Checked, Opened
 
 REPLAYED = 40  # steps that the model of PyTorch's allocator replays
 OTHERS = 2  # steps beside the heaviest that are replayed on the model of PyTorch's allocator; each takes seconds
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """An override that lowers the peak, with values in trial order."""
-
-    key: str
-    values: tuple[Any, ...]
-    costs: str
-
-
-# Ordered by their cost in a step.
-REMEDIES = (
-    Remedy("loss.head", ("fused",), "nothing"),
-    Remedy("model.tile_tokens", (4096,), "about a tenth of what a step costs without attention"),
-    Remedy("engine.use_no_sync_for_gradient_accumulation", (False,), "a reduction of gradients every micro-batch"),
-    Remedy("data.micro_batch_size_per_gpu", (1,), "smaller forwards, more of them"),
-    Remedy("model.enable_gradient_checkpointing", (True,), "every layer's forward once more"),
-    Remedy("model.activation_offload", (True,), "copies of each layer's hidden state beside the computation"),
-    Remedy(_SP, (2, 4, 8, 16, 32, 64), "all-to-alls over more ranks, fewer packs at a time"),
-    Remedy(_CP, (2, 4, 8), "keys and values between groups of ranks, fewer packs at a time"),
-    Remedy("engine.offload_policy", (True,), "parameters, gradients and optimizer on the host: copies every step"),
-)
-
-
-_SHARED = tuple(next(remedy for remedy in REMEDIES if remedy.key == key) for key in (_SP, _CP))
-
-
-def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
+def memory_facts(run: Opened, plan: PlanOptions) -> Iterator[dict[str, Any]]:
     """Yield the facts about a run on GPUs, growing each time.
 
     First come its own, then `sizes`, then `remedies`. Yields nothing if the plan has no GPU. `failed` is a line with
@@ -85,7 +64,7 @@ def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
         return
     with Predictor() as predictor:
         # The run alone comes first, so that its facts are printed while the trials still run.
-        job = job_of(run, run.config.values, plan.ranks_per_node)
+        job = job_of(run, run.config.values, plan)
         tokens = max(len(batch.input_ids) for step in job.steps for batch in step)
         facts |= {"micro_batch_tokens": tokens, "sequence_parallel_rank": job.rank, "backend": job.backend}
         try:
@@ -105,6 +84,9 @@ def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
         if plan.gpu is not None and "failed" not in facts["time"] and world_size > 1:
             facts["sizes"] = sizes(run, plan, predictor, facts)
             yield facts
+            if compared := shared_experts(run, plan, predictor, facts):
+                facts["experts"] = compared
+                yield facts
         if facts["fits"]:
             return
         # A trial costs time, so the first that fits is the last; one that fails is a fact and ends nothing.
@@ -113,7 +95,7 @@ def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
             tried: dict[str, Any] = {"override": trial.override, "costs": trial.costs}
             facts["remedies"].append(tried)
             try:
-                found = predictor.predict(job_of(run, trial.config.values, plan.ranks_per_node), trial.override)
+                found = predictor.predict(job_of(trial.run, trial.values, plan), trial.override)
             except PredictionFailed as error:
                 tried["failed"] = str(error)
             else:
@@ -124,7 +106,7 @@ def memory_facts(run: Run, plan: PlanOptions) -> Iterator[dict[str, Any]]:
                 return
 
 
-def sizes(run: Run, plan: PlanOptions, predictor: "Predictor", facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+def sizes(run: Opened, plan: PlanOptions, predictor: "Predictor", facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each number of ranks a pack.
 
     Those that fit come first, by the time of a step. Each row has the most Ulysses ranks inside a node that the checks
@@ -136,22 +118,50 @@ def sizes(run: Run, plan: PlanOptions, predictor: "Predictor", facts: Mapping[st
     for ranks in (2**power for power in range(run.config.machine.world_size.bit_length())):
         widest = min(ranks, 1 << (plan.ranks_per_node.bit_length() - 1))
         shapes = [(u, ranks // u) for u in (widest >> halved for halved in range(widest.bit_length()))]
-        trials = ((shape, trial) for shape in shapes for trial in _trial(run, tuple(zip(_SHARED, shape, strict=True))))
+        trials = (
+            (shape, trial) for shape in shapes for trial in _trial(run, tuple(zip(SHARED_PACKS, shape, strict=True)))
+        )
         shape, trial = next(trials, ((ulysses, context), None))
         if trial is None or shape == (ulysses, context):
             continue
         row: dict[str, Any] = {"ulysses": shape[0], "context": shape[1], "own": False}
-        job = job_of(run, trial.config.values, plan.ranks_per_node)
+        job = job_of(run, trial.values, plan)
         try:
             found = predictor.predict(job, f"{shape[0]} × {shape[1]} ranks a pack")
         except PredictionFailed as error:
             rows.append(row | {"failed": str(error)})
         else:
-            time = time_facts(run, trial.config, plan, job, found)
+            time = time_facts(run, trial.run.config, plan, job, found)
             rows.append(row | {"peak": found.peak, "fits": _fits(found, facts)} | time)
     kept = ("ulysses", "context", "own", "peak", "fits", "failed", "step_seconds", "hours")
     rows = [{name: row[name] for name in kept if name in row} for row in rows]
     return sorted(rows, key=lambda row: ("failed" in row, not row.get("fits"), row.get("step_seconds", 0)))
+
+
+def shared_experts(run: Opened, plan: PlanOptions, predictor: "Predictor", facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare ranks that share experts with ranks that gather all; {} for a model whose experts cannot be shared.
+
+    The other run has the most ranks of a node that divide the experts; beside a run that shares them, none.
+    """
+    own, world_size = run.config.parallel.expert_parallel, run.config.machine.world_size
+    counts = [1] if own > 1 else [n for n in range(plan.ranks_per_node, 1, -1) if world_size % n == 0]
+    trial = next((trial for count in counts for trial in _trial(run, ((SHARED_EXPERTS, count),))), None)
+    if trial is None:
+        return {}
+    compared = break_even(run, facts["micro_batch_tokens"]) | {"imbalance": plan.expert_imbalance}
+    rows = [{"ranks": own, "peak": facts["peak"], "fits": facts["fits"], **facts["time"]}]
+    other: dict[str, Any] = {"ranks": trial.run.config.parallel.expert_parallel}
+    job = job_of(trial.run, trial.values, plan)
+    try:
+        found = predictor.predict(job, trial.override)
+    except PredictionFailed as error:
+        rows.append(other | {"failed": str(error)})
+    else:
+        time = time_facts(run, trial.run.config, plan, job, found)
+        rows.append(other | {"peak": found.peak, "fits": _fits(found, facts)} | time)
+    kept = ("ranks", "peak", "fits", "failed", "step_seconds", "received")
+    rows = [{name: row[name] for name in kept if name in row} for row in rows]
+    return compared | {"rows": sorted(rows, key=itemgetter("ranks"))}
 
 
 def needed(prediction: Prediction, facts: Mapping[str, Any]) -> int:
@@ -169,7 +179,7 @@ def _fits(prediction: Prediction, facts: Mapping[str, Any]) -> bool:
     return needed(prediction, facts) <= facts["gpu_memory"] and on_node <= (facts["host_memory"] or on_node)
 
 
-def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
+def job_of(run: Opened, values: Mapping[str, Any], plan: PlanOptions) -> Job:
     """Return the heaviest micro-batches that a rank of a run meets.
 
     These are the packs with the most tokens and, if others have more targets, those as well, because an epoch may put
@@ -177,9 +187,9 @@ def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
     micro-batches come last, when gradients are already in memory.
     """
     packs, data = run.packs, values["data"]
-    sp, context = sequence_parallel_size(values), values["parallel"]["context_parallel_size"]
+    context, ulysses = values["parallel"]["context_parallel_size"], values["engine"]["ulysses_sequence_parallel_size"]
     size, world_size = data["micro_batch_size_per_gpu"], run.config.machine.world_size
-    micro_steps = data["train_batch_size"] * sp // world_size // size
+    micro_steps = data["train_batch_size"] * ulysses * context // world_size // size
     longest = _micro_batch(run, np.lexsort((packs.targets, packs.tokens))[::-1][:size])
     widest = _micro_batch(run, np.lexsort((packs.tokens, packs.targets))[::-1][:size])
     others = [widest] if _is_target(widest).sum() > _is_target(longest).sum() else []
@@ -187,13 +197,14 @@ def job_of(run: Run, values: Mapping[str, Any], ranks_of_node: int) -> Job:
         others.append(_micro_batch(run, np.lexsort((packs.tokens, packs.document_tokens))[::-1][:size]))
     alone = [[batch] for batch in (longest, *others)]
     steps = alone if micro_steps == 1 else [[*others, longest, *(others or [longest])]]
-    shards, is_target = SequenceShards(sp // context, context), _is_target(longest)
+    shards, is_target = SequenceShards(ulysses, context), _is_target(longest)
     padded = torch.nn.functional.pad(is_target, (0, -len(is_target) % shards.multiple))
     rank = int(shards.by_rank(padded).view(shards.ranks, -1).sum(1).argmax())  # the first rank with the most targets
-    return Job(values, steps, world_size, rank, run.model.backend, run.model.kind.engine_vendor, ranks_of_node)
+    of_machine = plan.ranks_per_node, plan.expert_imbalance
+    return Job(values, steps, world_size, rank, run.model.backend, run.model.kind.engine_vendor, *of_machine)
 
 
-def other_steps(run: Run) -> list[list[StepBatch]]:
+def other_steps(run: Opened) -> list[list[StepBatch]]:
     """Return :data:`OTHERS` steps of one micro-batch, of increasing length."""
     order, size = np.argsort(run.packs.tokens), run.config.data.micro_batch_size_per_gpu
     spread = order[np.linspace(0, len(order) - 1, OTHERS * size, endpoint=False).round().astype(int)].reshape(
@@ -202,21 +213,28 @@ def other_steps(run: Run) -> list[list[StepBatch]]:
     return [[_micro_batch(run, step)] for step in spread]
 
 
-def _micro_batch(run: Run, packs: np.ndarray) -> StepBatch:
+def _micro_batch(run: Opened, packs: np.ndarray) -> StepBatch:
     dataset = run.train_set
-    return run.objective.collator(dataset)([dataset[int(index)] for index in packs])
+    return StepCollator.of_dataset(run.objective, dataset)([dataset[int(index)] for index in packs])
 
 
 def _is_target(batch: StepBatch) -> torch.Tensor:
-    return batch.category_index >= 0
+    is_target = torch.zeros(len(batch.input_ids), dtype=torch.bool)
+    is_target[batch.targets["row"]] = True
+    return is_target
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Remedies with their values, and the resulting configuration."""
+    """Remedies with their values, and the resulting run."""
 
     chosen: tuple[tuple[Remedy, Any], ...]
-    config: RunConfig
+    run: Opened
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The resulting configuration."""
+        return self.run.config.values
 
     @property
     def override(self) -> str:
@@ -229,16 +247,18 @@ class Trial:
         return "; ".join(remedy.costs for remedy, _ in self.chosen)
 
 
-def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
+def _trials(run: Opened, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
     """Yield each remedy's values alone, then the best ones together.
 
     These grow by one remedy at a time. The caller appends to `saved` the bytes that each trial saves. Trials that the
     checks refuse are left out.
     """
     for remedy in REMEDIES:
+        if not (is_known(remedy.key) and remedy.applies(run.config)):
+            continue
         own = select(run.config.values, remedy.key)
-        for value in remedy.values:
-            if value != own and not (remedy.key in (_SP, _CP) and value < own):
+        for value in remedy.values(run) if callable(remedy.values) else remedy.values:
+            if value != own and not (remedy.key in (SP, CP) and value < own):
                 yield from _trial(run, ((remedy, value),))
     chosen: tuple[tuple[Remedy, Any], ...] = ()
     for gain, trial in sorted(saved, key=lambda one: -one[0]):
@@ -250,15 +270,17 @@ def _trials(run: Run, saved: list[tuple[int, Trial]]) -> Iterator[Trial]:
                     yield together
 
 
-def _trial(run: Run, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
+def _trial(run: Opened, chosen: tuple[tuple[Remedy, Any], ...]) -> Iterator[Trial]:
     """Yield the trial unless the checks refuse it."""
     config = OmegaConf.create(dict(run.config.values))
     for remedy, value in chosen:
         OmegaConf.update(config, remedy.key, value)
     with suppress(ValueError):
-        trial = RunConfig.from_composed(config, run.config.machine)
-        check_run(trial)
-        yield Trial(chosen, trial)
+        tried = RunConfig.from_composed(config, run.config.machine)
+        check_run(tried)
+        of_other_packs = tried.max_tokens != run.config.max_tokens
+        checked = Checked(config=tried, model=run.model, notices=())
+        yield Trial(chosen, open_data(checked) if of_other_packs else replace(run, config=tried))
 
 
 class PredictionFailed(RuntimeError):

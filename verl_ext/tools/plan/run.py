@@ -50,6 +50,7 @@ class Job:
         backend: the attention backend; sdpa takes one kernel call per document.
         vendor: the vendor of the engine, in :mod:`verl_ext.plugin`.
         ranks_of_node: the ranks of a node, between which nothing crosses the network.
+        expert_imbalance: the rows that reach the experts of the rank, over those of a rank on average.
         on_gpu: False for the memory of CPU ranks, which do not round blocks and whose optimizer does not use foreach.
     """
 
@@ -60,6 +61,7 @@ class Job:
     backend: str
     vendor: str
     ranks_of_node: int = 8
+    expert_imbalance: float = 1.0
     on_gpu: bool = True
 
 
@@ -168,14 +170,16 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
     from verl_ext.attention import packed
     from verl_ext.attention.kernels import KERNELS, Kernel
     from verl_ext.engines.cost import computed_flops
+    from verl_ext.parallel import experts
 
+    experts.row_counts = partial(balanced_rows, job.expert_imbalance)
     # The kernels need a GPU; those in their place allocate the same memory.
     kernel = KERNELS[job.backend]
     packed.set_backend(kernel if job.backend == "sdpa" else Kernel(flash_memory, kernel.lse and LSE_MEMORY))
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     dist.init_process_group("fake", rank=job.rank, world_size=job.world_size)
     tracker = MemoryTracker(GPU, block=512 if job.on_gpu else 1)
-    # torch derives the placements of an operation on DTensors anew each time that its tensors are fake: seconds for an
+    # torch derives the placements of an operation on DTensors again each time that its tensors are fake: seconds for an
     # optimizer's step.
     propagator = DTensor._op_dispatcher.sharding_propagator
     derive = partial(type(propagator).propagate_op_sharding_non_cached, propagator)
@@ -192,7 +196,8 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
             tracker.forget_peak()
             events = [tracker.take_events()]
             ulysses = job.values["engine"]["ulysses_sequence_parallel_size"]
-            traffic = Traffic(ulysses, job.ranks_of_node)
+            of_experts = engine.expert_device_mesh and engine.expert_device_mesh["ep"].get_group().group_name
+            traffic = Traffic(ulysses, job.ranks_of_node, of_experts)
 
             def see(func: Any, args: Sequence[Any]) -> None:
                 traffic.in_optimizer = tracker.kind == OPTIMIZER
@@ -212,6 +217,15 @@ def predicted(job: Job, send: Callable[[Layers], None] = lambda layers: None) ->
         dist.destroy_process_group()
         gc.unfreeze()
         gc.collect()
+
+
+def balanced_rows(
+    imbalance: float, counts: torch.Tensor, theirs: torch.Tensor, rows: int
+) -> tuple[list[int], list[int]]:
+    """Stand in for `row_counts`: equally many rows go to each rank, and so many times imbalance come."""
+    ranks = len(counts)
+    send = [rows * (number + 1) // ranks - rows * number // ranks for number in range(ranks)]
+    return send, [round(share * imbalance) for share in send]
 
 
 def _count_layers(engine: Any, job: Job, send: Callable[[Layers], None]) -> None:
@@ -234,7 +248,7 @@ def build_engine(job: Job) -> Any:
     """Build the run's engine with its model, FSDP2 and optimizer."""
     from verl.workers.engine_workers import TrainingWorker
 
-    from verl_ext.config.run import worker_config
+    from verl_ext.config.resolve import worker_config
     from verl_ext.plugin import select_engine
 
     select_engine(job.vendor)
@@ -260,14 +274,14 @@ def fill_optimizer(engine: Any, tracker: MemoryTracker) -> None:
 
 def take_step(engine: Any, job: Job, step: Sequence[Any], tracker: MemoryTracker) -> None:
     """Take a step as the trainer does, with memory by :data:`KINDS`."""
-    from verl_ext.losses import LossOptions
+    from verl_ext.config.run import reader_of
     from verl_ext.trainer.objective import objective_of
+    from verl_ext.trainer.rank import DataParallelRank
 
-    options = LossOptions.read(job.values["loss"])
-    objective = objective_of(options)
-    loss = objective.loss([1.0] * objective.terms, engine.get_data_parallel_size())
-    flags = options.head_flags | loss.flags
-    micro_batches = [micro for batch in step for micro in batch.micro_batches(len(batch.pack_lengths), **flags)]
+    options = reader_of("loss", job.values).read(job.values["loss"])
+    objective, flags = objective_of(options), options.head_flags
+    loss = objective.begin((), DataParallelRank(engine, 1, flags), [1.0] * len(objective.measures.terms))
+    micro_batches = [micro for batch in step for micro in batch.micro_batches(len(batch.pack_lengths), loss, **flags)]
     with _kinds(engine, tracker), engine.train_mode():
         engine.optimizer_zero_grad()
         engine.accumulate(micro_batches, loss)

@@ -1,7 +1,7 @@
 """The time of a step on absent GPUs, from FLOPs and bytes.
 
     micro-step    the computation of its most expensive pack, or FSDP's traffic if that takes longer
-                  + the exchange of heads, keys and values, which no computation hides
+                  + the exchange of heads, keys and values, and of tokens of experts, which no computation hides
 
 The FLOPs are those of every pack of the epoch in its order over the ranks. The bytes are those of the heaviest packs on
 the fake GPU: parameters count for each micro-step, gradients for each step, the others for each token of a pack.
@@ -18,8 +18,8 @@ from verl_ext.flops import peak_flops
 from verl_ext.packing import micro_step_costs
 from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.tools.plan.run import Job, Prediction
-from verl_ext.tools.plan.traffic import EXCHANGES, GATHERED, MATRICES_OF_STEP, REDUCED, Received
-from verl_ext.trainer.run import Run
+from verl_ext.tools.plan.traffic import EXCHANGES, GATHERED, MATRICES_OF_STEP, REDUCED, TOKENS, Received
+from verl_ext.trainer.run import Opened
 
 LINK_SHARE = 0.75  # the share of a link's rate that collectives of large tensors reach
 
@@ -32,7 +32,7 @@ def not_hidden(traffic: Any, computing: Any, layers: float = math.inf) -> Any:
     return np.maximum(traffic - computing * (1 - 1 / layers), traffic / layers)
 
 
-def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, prediction: Prediction) -> dict[str, Any]:
+def time_facts(run: Opened, config: RunConfig, plan: PlanOptions, job: Job, prediction: Prediction) -> dict[str, Any]:
     """Return the times of a mean step and of the run.
 
     They are plain values; `failed` is a line with the reason for none.
@@ -59,7 +59,7 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     def slowest(values: np.ndarray) -> np.ndarray:
         return micro_step_costs(of_epoch(values), groups, data.train_batch_size, micro_batch)
 
-    # A micro-step lasts as long as its dearest pack on any rank, so costs are taken per micro-step, not per rank.
+    # A micro-step lasts as long as its most expensive pack on any rank, so costs are per micro-step, not per rank.
     tokens, flops, computed = (
         run.packs.tokens.astype(float),
         run.train_set.facts(prediction.flops).costs,
@@ -73,6 +73,7 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     fsdp = np.full(computing.shape, seconds[GATHERED])
     fsdp[:, -reduced_a_step:] += seconds[REDUCED]
     exchange = slowest(tokens) * sum(seconds[name] for name in EXCHANGES)
+    of_experts = slowest(tokens) * seconds[TOKENS]
     # FSDP's traffic runs beside the computation: only what takes longer than it costs time.
     shown = not_hidden(fsdp, computing)
     count = len(computing)
@@ -82,7 +83,7 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
     hours = step_seconds * run.total_steps / 3600
     # Passes beside those of the steps' packs, which only losses of preferences need.
     passes = ["the reference's pass over the data"] * run.objective.has_reference
-    passes += ["a step's forward pass of mismatched answers"] * run.objective.has_baseline
+    passes += ["a step's forward pass of mismatched answers"] * (run.objective.mismatched is not None)
     return {
         "gpu": str(plan.gpu),
         "peak_flops": peak,
@@ -98,9 +99,10 @@ def time_facts(run: Run, config: RunConfig, plan: PlanOptions, job: Job, predict
         },
         "seconds": {
             "computing": float(ideal) / count,
-            "waiting for the rank with the dearest packs": float(computing.sum() - ideal) / count,
+            "waiting for the slowest rank": float(computing.sum() - ideal) / count,
             "FSDP's traffic that no computation hides": float(shown.sum()) / count,
-            "exchanging heads, keys and values": float(exchange.sum()) / count,
+            "exchanging heads, keys and values": float((exchange - of_experts).sum()) / count,
+            f"exchanging {TOKENS}": float(of_experts.sum()) / count,
         },
         "step_seconds": step_seconds,
         "tokens_per_second": step_tokens / step_seconds / ranks,

@@ -4,6 +4,7 @@
     reduce-scatter     the input without the rank's own part         FSDP's gradients
     all-reduce         twice the input without the own part          gradients between replicas (`engine.fsdp_size`)
     all-to-all         the parts from other ranks                    heads (Ulysses), keys and values, targets,
+                                                                     tokens of experts (`parallel.expert_parallel`),
                                                                      matrices of an optimizer's step (Muon)
 
 In an all-to-all, each rank receives its own parts from other nodes. The other collectives run in rings over all network
@@ -21,7 +22,8 @@ import torch.distributed as dist
 GATHERED, REDUCED = "parameters (FSDP)", "gradients (FSDP)"
 MATRICES_OF_STEP = "matrices (Muon)"
 HEADS, KEYS, TARGETS = "heads (Ulysses)", "keys and values between groups", "targets of the head"
-EXCHANGES = (HEADS, KEYS, TARGETS)  # no computation hides these
+TOKENS = "tokens of experts"
+EXCHANGES = (HEADS, KEYS, TARGETS, TOKENS)  # no computation hides these
 
 
 @dataclass
@@ -38,13 +40,14 @@ class Traffic:
     Args:
         ulysses: the number of ranks that exchange heads.
         ranks_per_node: the ranks of a node, which are numbered node by node.
+        experts: the name of the group whose ranks share experts; None without one.
 
     Attributes:
         in_optimizer: whether an optimizer's step runs.
     """
 
-    def __init__(self, ulysses: int, ranks_per_node: int) -> None:
-        self.ulysses, self.ranks_per_node = ulysses, ranks_per_node
+    def __init__(self, ulysses: int, ranks_per_node: int, experts: str | None = None) -> None:
+        self.ulysses, self.ranks_per_node, self.experts = ulysses, ranks_per_node, experts
         self.received: dict[str, Received] = defaultdict(Received)
         self.in_optimizer = False
 
@@ -74,6 +77,10 @@ class Traffic:
         row = output.nbytes / max(len(output), 1)
         neighbours = len(ranks) > 1 and ranks[1] - ranks[0] == 1
         kind = KEYS if self.ulysses == 1 or not neighbours else HEADS if len(ranks) == self.ulysses else TARGETS
+        # Of equal ranks torch makes one group. Rows of tokens and their counts differ from heads by sizes and type.
+        is_of_experts = dist.ProcessGroup.unbox(group).group_name == self.experts
+        if is_of_experts and (sizes or not output.is_floating_point()):
+            kind = TOKENS
         kept = self.received[MATRICES_OF_STEP if self.in_optimizer else kind]
         kept.bytes += row * sum(size for number, size in enumerate(rows) if number != mine)
         kept.remote += row * sum(size for size, node in zip(rows, nodes, strict=True) if node != nodes[mine])

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from verl_ext.checkpoint.layout import ANSWERS
-from verl_ext.data.babilong_answers import category_fields
+from verl_ext.data.families.babilong_answers import category_fields
 from verl_ext.options import DataError, UsageError, choice_problem, one_line
 from verl_ext.tables import pivot, plain_table
 from verl_ext.tools.page import Chart, heat_map
@@ -69,7 +69,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            (row["score"] or 0) + row["step"]  # numbers, and null for a text that is gone on with
+            (row["score"] or 0) + row["step"]  # numbers, and null for a text that is continued
             names = ("step", "category", "prompt", "answer", "expected", "score")
             rows.append({"question": row.get("question"), **{name: row[name] for name in names}})
         except (ValueError, TypeError, KeyError) as error:

@@ -37,12 +37,15 @@ CHECKS = {
     "special_tokens": ("records with names of special tokens in their text", "report"),
     "bad_records": ("records that could not be used", "report"),
     "unused_fields": ("records with a field that nothing read", "report"),
+    "left_out_files": ("files of the sources' folders that were not read", "report"),
     "length_bias": (
         "pairs whose chosen answer has more targets: about half have, unless length is what is liked",
         "units",
     ),
     "unequal_parts": ("pairs of which only one answer has reasoning, or an empty thinking block", "units"),
     "unequal_ends": ("pairs of which only one answer has an end of turn", "units"),
+    "unequal_prompts": ("pairs whose prompt the template prints in another form before each answer", "units"),
+    "scores_reversed": ("pairs whose preferred answer has the lower score", "units"),
 }
 
 
@@ -174,7 +177,8 @@ def _of_units(documents: ShownDocuments) -> list[Finding]:
     details["rejected is longer"] = int(shorter.sum())
     places = [documents.place(row) for row in rejected[longer][:NAMED_ROWS].tolist()]
     found = [Finding("length_bias", int(longer.sum()), len(rejected), places, details)]
-    for name in ("unequal_parts", "unequal_ends") if any(documents.reports) else ():
+    of_reports = [name for name, (_, source) in CHECKS.items() if source == "units" and name != "length_bias"]
+    for name in of_reports if any(documents.reports) else ():
         counts = [_counts(report, "preferences") for report in documents.reports]
         count, of = (sum(each.get(key, 0) for each in counts) for key in (name, "pairs"))
         found.append(Finding(name, count, of, [], {}))

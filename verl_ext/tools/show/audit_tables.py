@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from verl_ext.data.beginnings import NOTICED_SHARE
+from verl_ext.data.tokenized.beginnings import NOTICED_SHARE
 from verl_ext.options import one_line
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.audit import CHECKS, QUANTILES

@@ -1,4 +1,4 @@
-"""The command `verl-ext show`: data, runs and plans.
+"""The command `verl-ext show`: data and runs.
 
     verl-ext show data data/train longest tokens      words without `=` are paths or flags
     verl-ext show data/train longest tokens           paths alone tell their kind
@@ -17,7 +17,6 @@ from verl_ext.commands.command_line import command, read_options
 from verl_ext.options import Options, UsageError, options_of
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.data import ShowDataOptions, show_data
-from verl_ext.tools.show.plan import ShowPlanOptions, is_plan, show_plans
 from verl_ext.tools.show.run import ShowRunOptions, show_runs
 from verl_ext.tools.show.runs import is_run
 
@@ -40,7 +39,6 @@ SUBCOMMANDS = {
         *(ShowRunOptions, show_runs, "RUN … [answers | step=400 rank=0] [html=FILE] [key=value …]"),
         lambda options: options.step is not None,
     ),
-    "plan": Kind(ShowPlanOptions, show_plans, "PLAN … [json=FILE]"),
 }
 FLAGS = {
     name
@@ -85,11 +83,13 @@ def _kind_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     if first in SUBCOMMANDS and (named or any(map(_is_path, rest)) or not os.path.exists(first) or {*_HELP} & {*rest}):
         return first, rest
     paths = [word for word in arguments if _is_path(word)]
-    paths += read_options(ShowPlanOptions, named).paths if named else []
+    paths += read_options(ShowRunOptions, named).paths if named else []
     # A run that begins has no files yet by which it could be told.
     if {"follow", "follow=true"} & {*arguments} or any(map(is_run, paths)):
         return "run", arguments
-    return "plan" if any(map(is_plan, paths)) else "data", arguments
+    if first == "plan" and not os.path.exists(first):
+        raise UsageError("show plan is gone: `verl-ext plan` prints a plan, whose numbers are in data_report.json")
+    return "data", arguments
 
 
 def _read(name: str, arguments: Sequence[str]) -> Any:

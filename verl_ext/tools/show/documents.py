@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.data.arrow import TokenizedData, fitting
-from verl_ext.data.beginnings import SHARE_LEAST, find_beginnings
-from verl_ext.data.facts import check_answers
-from verl_ext.data.omitted import main_categories
 from verl_ext.data.stream.megatron.index import SUFFIXES, TokenIndex
-from verl_ext.data.units import UnitRows
+from verl_ext.data.tokenized.arrow import TokenizedData, fitting
+from verl_ext.data.tokenized.beginnings import SHARE_LEAST, find_beginnings
+from verl_ext.data.tokenized.facts import check_answers, main_categories
+from verl_ext.data.tokenized.units import UnitRows
 from verl_ext.files import REPORT
 from verl_ext.options import DataError, UsageError
 from verl_ext.packing import MOST_TOKENS, cut_spans

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from verl_ext.commands.preview import Decode
-from verl_ext.data.beginnings import SHARE_LEAST
+from verl_ext.data.tokenized.beginnings import SHARE_LEAST
 from verl_ext.options import DataError, Options, UsageError, one_line, option, options_of
 from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES, TOKENS, CostModel
 from verl_ext.tables import plain_table
@@ -18,7 +18,8 @@ from verl_ext.tools.show.documents import ShownDocuments
 from verl_ext.trainer.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from verl_ext.data import PackDataset, SFTDataSet
+    from verl_ext.data import PackDataset
+    from verl_ext.data.packs.packed import PackedDataset
 
 OPENING = 36  # characters of a document that its row shows
 # In a model of about 8 billion parameters, attention to 25,000 tokens costs as much as the rest of a layer.
@@ -46,7 +47,7 @@ class PackOptions(Options):
             yield f"max_tokens is required with {', '.join(changed)}; got null"
 
 
-def open_packs(documents: ShownDocuments, options: PackOptions) -> "SFTDataSet":
+def open_packs(documents: ShownDocuments, options: PackOptions) -> "PackedDataset":
     """Open tokenized folders as the training set of a run.
 
     Raises:
@@ -54,9 +55,9 @@ def open_packs(documents: ShownDocuments, options: PackOptions) -> "SFTDataSet":
         UsageError: a folder of the mixture is missing in `documents`.
     """
     from verl_ext.data import SFTDataSet  # imports torch, as the trainer's class of packs does
-    from verl_ext.data.preference import PreferenceDataSet
+    from verl_ext.data.families.preference import PreferenceDataSet
 
-    family = SFTDataSet if documents.units is None else PreferenceDataSet
+    family: type[PackedDataset] = SFTDataSet if documents.units is None else PreferenceDataSet
     names = ("max_tokens", "over_length", "strategy", "share_prefixes", "share_least", "mixture", "seed")
     try:
         given = {name: getattr(options, name) for name in names}
@@ -70,7 +71,7 @@ def open_packs(documents: ShownDocuments, options: PackOptions) -> "SFTDataSet":
     return packs
 
 
-def plan_facts(documents: ShownDocuments, packs: "SFTDataSet", options: PackOptions) -> dict[str, Any]:
+def plan_facts(documents: ShownDocuments, packs: "PackedDataset", options: PackOptions) -> dict[str, Any]:
     """Return the facts of packs, steps and documents over max_tokens.
 
     `busy` is the share of an epoch in which an average rank works; a document of l tokens costs l + l²/25,000.

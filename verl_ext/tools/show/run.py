@@ -21,13 +21,14 @@ from verl_ext.tools.show.answers import answers_view
 from verl_ext.tools.show.document import document_view
 from verl_ext.tools.show.documents import Row, open_documents, tokenizer_of
 from verl_ext.tools.show.packs import pack_view, step_view
+from verl_ext.tools.show.picture import write_picture
 from verl_ext.tools.show.run_page import write_run_page
 from verl_ext.tools.show.run_tables import run_tables
 from verl_ext.tools.show.runs import open_run, read_spike
 from verl_ext.tools.show.terminal import has_colours, print_parts, terminal
 
 REFRESH_SECONDS = 5  # of follow=true
-_NEEDS = {"category": "answers", "rank": "step", "tokens": "step", "documents": "step"}
+_NEEDS = {"metric": "svg", "category": "answers", "rank": "step", "tokens": "step", "documents": "step"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class ShowRunOptions(Options):
     model: ModelOptions = option(ModelOptions, "the tokenizer; by default that of the run or of its data")
     html: str | None = option(None, "file for an HTML page in place of the terminal")
     json: str | None = option(None, "file for the curves as JSON")
+    svg: str | None = option(None, "file for one picture: a curve of every category, in place of the terminal")
+    metric: str = option("loss", "with svg: the metric of each category, such as perplexity or reward_accuracy")
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake visible without the run."""
@@ -75,16 +78,23 @@ def show_runs(options: ShowRunOptions) -> str:
         parts = (part for path in options.paths for part in answers_view(path, options.step, options.category))
     elif options.step is not None:
         parts = _step_parts(options, options.step)
-    runs = [open_run(path) for path in options.paths] if options.html or options.json or parts is None else []
+    runs = (
+        [open_run(path) for path in options.paths]
+        if options.html or options.json or options.svg or parts is None
+        else []
+    )
     if options.json:
         curves = [{"run": str(run.path), "curves": {n: asdict(c) for n, c in run.curves.items()}} for run in runs]
         write_json(Path(options.json), redacted(curves))
+    if options.svg:
+        write_picture(Path(options.svg), runs, options.metric)
+        print(f"written to {options.svg}")
     if options.html:
         write_run_page(Path(options.html), f"verl-ext show {' '.join(options.paths)}", runs, parts or ())
         print(f"written to {options.html}")
     elif parts is not None:
         print_parts(parts)
-    elif not options.follow:
+    elif not options.follow and not options.svg:
         print_parts(run_tables(runs, terminal().width))
     return ""
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from verl_ext.tools.page import COLUMNS, Chart, curve_chart, interval_chart, score_scale, write_page
+from verl_ext.tools.page import COLUMNS, FIT, Chart, curve_chart, interval_chart, score_scale, write_page
 from verl_ext.tools.show.answers import score_table
+from verl_ext.tools.show.experts import expert_loads
+from verl_ext.tools.show.picture import category_spec, picture_values
 from verl_ext.tools.show.run_tables import ANSWERS, EVALUATIONS, OF_LENGTHS, by_length, run_tables, shown_metrics
 from verl_ext.tools.show.runs import ShownRun
 
@@ -29,9 +31,16 @@ def write_run_page(path: Path, title: str, runs: Sequence[ShownRun], closing: It
         if facts
     }
     curves = [{"name": run.name, "curves": {n: vars(curve) for n, curve in run.curves.items()}} for run in runs]
-    write_page(
-        path, title, run_tables(runs, COLUMNS), charts=run_charts(runs), runs=curves, closing=closing, folded=files
-    )
+    tables, charts, first = run_tables(runs, COLUMNS), run_charts(runs), category_chart(runs)
+    write_page(path, title, tables, charts=charts, runs=curves, closing=closing, folded=files, first=first)
+
+
+def category_chart(runs: Sequence[ShownRun]) -> Chart | None:
+    """Return one figure of every category's loss; None without any. Training is smoothed."""
+    if not (values := picture_values(runs, "loss")):
+        return None
+    spec = category_spec(values, [run.name for run in runs], "loss")
+    return {"title": spec["title"], "spec": {**FIT, "height": 300, **spec}, "values": values}
 
 
 def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
@@ -56,7 +65,8 @@ def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
             charts.append(_curve_chart(title, curves, values))
     for metric, points in by_length(runs).items():
         charts.append(interval_chart(f"{metric} by document length, first and last", points, "group"))
-    return [*charts, *(scores.chart() for scores in map(score_table, runs) if scores)]
+    charts += (scores.chart() for scores in map(score_table, runs) if scores)
+    return [*charts, *(loads.chart() for loads in map(expert_loads, runs) if loads)]
 
 
 def _figure_of(name: str) -> str:

@@ -14,11 +14,12 @@ from verl_ext.options import leaves, one_line, spell
 from verl_ext.progress import four_digits
 from verl_ext.tables import pivot, plain_table
 from verl_ext.tools.show.answers import score_table
+from verl_ext.tools.show.experts import expert_loads
 from verl_ext.tools.show.runs import ShownRun
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 OTHERS = tuple(f"train/{name}" for name in ("grad_norm", "lr", "tokens_per_second", "pack_fill", "memory_gib"))
-OTHERS += ("train/router_loss", "perf/mfu")
+OTHERS += ("train/router_loss", "train/expert_rows_max", "perf/mfu")
 EVALUATIONS = ("exact_match", "accuracy", "perplexity")
 # A metric of a bin of document lengths.
 OF_LENGTHS = re.compile(r"val/(loss|answer|exact_match|accuracy|target_tokens)_(\d+_(?:\d+|inf))")
@@ -52,6 +53,9 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
         cells = {(point["model"], point["group"]): four_digits(point["mean"]) for point in points}
         yield pivot(f"{metric} by document length", cells)
     yield from (scores.table() for scores in map(score_table, runs) if scores)
+    for loads in filter(None, map(expert_loads, runs)):
+        yield Text(loads.title)
+        yield loads.table(width)
 
 
 def headline(run: ShownRun) -> str:

@@ -16,15 +16,13 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any, TypeVar
 
-from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
-from verl_ext.endpoint.client import Client
 from verl_ext.tables import aligned
-from verl_ext.text.word_count import count_words, language_of
+from verl_ext.tools.endpoint.answer import UNPARSABLE, Answer, Unparsable
+from verl_ext.tools.endpoint.client import Client
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
 from verl_ext.tools.synthesis.items import SourceItem, drawn
 from verl_ext.tools.synthesis.lengths import (
     FORMS,
-    SMALL_NUMBER,
     AskedLengths,
     Writing,
     asked_range,
@@ -35,13 +33,18 @@ from verl_ext.tools.synthesis.overlap import SHINGLE, runs_of_words
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, question_and_answer, refused_in_words
 from verl_ext.tools.synthesis.scorers import Scorer
+from verl_ext.tools.word_count import count_words, language_of
 
 # What is asked of an instruction from real logs (LongWriter, 3.2), and the outcome of an answer that leaves it out.
 _SELECTED = {"harmful": "harmful|有害", "scraping": "scraping|抓取", "long": "long|长文"}
 _LEFT_OUT = {"harmful": ("toxic", True), "scraping": ("scraping", True), "long": ("not_long", False)}
 AnswerT = TypeVar("AnswerT")
 
-_NUMBER = rf"(?:\d+|{SMALL_NUMBER}|[一二三四五六七八九十百]+)"
+_ONES = "one|two|three|four|five|six|seven|eight|nine"
+_NUMBER = (
+    rf"(?:\d+|(?:twen|thir|for|fif)ty(?:[\s-]+(?:{_ONES}))?|(?:thir|four|fif|six|seven|eigh|nine)teen|ten|eleven|twelve"
+    rf"|{_ONES}|[一二三四五六七八九十百]+)"
+)
 _NAME = rf"(?:(?:paragraph|section|part|段落)\s*{_NUMBER}|第\s*{_NUMBER}\s*(?:段落|段|部分))"
 _POINT = r"(?:(?:main|key)\s+(?:points?|ideas?)|要点|主要(?:内容|观点)|核心观点|主旨)\W*[:：]"
 _COUNT = r"(?:(?:estimated\s+)?word\s*(?:count|limit)|字数(?:要求|限制)?)\W*[:：]?"
@@ -264,9 +267,7 @@ async def all_of(coroutines: Sequence[Coroutine[Any, Any, AnswerT]]) -> list[Ans
 
 async def write_long_texts(work: Work) -> WriteResult:
     """Write the texts of a run; spread them evenly over lengths if asked to."""
-    assert work.writing is not None, "it is the option of the task"
-    assert work.pairing is not None, "it has the scorer"
-    writing, options = work.writing, work.pairing.scorer
+    writing, options = work.options.writing, work.options.scorer
     scorer = Scorer(options, work.settings.parse_tries) if options.kind else None
     writer, written = LongWriter(writing, scorer), Counter[str]()
 

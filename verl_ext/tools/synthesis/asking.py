@@ -9,20 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl_ext.endpoint.answer import OUTCOMES, Usage
-from verl_ext.endpoint.client import Client, EndpointOptions
-from verl_ext.endpoint.spending import Price, QuestionProgress, read_price, spent
-from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
 from verl_ext.options import one_line
 from verl_ext.tables import aligned
-from verl_ext.tools.synthesis.corpus import Corpus, Intervals
-from verl_ext.tools.synthesis.encoder import ClassifierOptions, EncoderOptions
+from verl_ext.tools.endpoint.answer import OUTCOMES, Usage
+from verl_ext.tools.endpoint.client import Client, EndpointOptions
+from verl_ext.tools.endpoint.spending import Price, QuestionProgress, read_price, spent
+from verl_ext.tools.endpoint.store import Store
+from verl_ext.tools.synthesis.corpus import Corpus
 from verl_ext.tools.synthesis.items import SourceItem
-from verl_ext.tools.synthesis.lengths import Writing
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings
-from verl_ext.tools.synthesis.scorers import Pairing
 
 SHOWN = 100  # characters of a preview's prompt and answer
 AHEAD = 4  # items that are in progress for each concurrent request
@@ -41,13 +38,9 @@ class Work:
     prompts: dict[str, PromptTexts]
     settings: Settings
     endpoint: EndpointOptions
-    encoder: EncoderOptions
-    intervals: Intervals | None
     store_path: str
     path: Path
-    pairing: Pairing | None = None  # of preferences
-    writing: Writing | None = None  # of agentwrite
-    classifier: ClassifierOptions | None = None  # of glm_long_documents
+    options: Any  # those of the task
 
 
 @dataclass
@@ -140,7 +133,7 @@ def count_spending(result: WriteResult, asked: Sequence[tuple[Client, Price | No
             row["tokens"] += usage.prompt_tokens + usage.completion_tokens
             if price is not None:
                 row["cost"] = round(row.get("cost", 0.0) + price.of(usage), 6)
-    # The dearest reason first: it is where a better prompt or filter saves most.
+    # The most expensive reason first: it is where a better prompt or filter saves most.
     dearest = sorted(dropped.items(), key=lambda each: (-each[1].get("cost", 0.0), -each[1]["tokens"], each[0]))
     result.facts["spent_without_record"] = dict(dearest)
     if stages:

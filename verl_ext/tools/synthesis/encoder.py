@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.cache import fingerprint
-from verl_ext.endpoint.answer import Answer, answer_from_embedding, with_embedding
-from verl_ext.endpoint.client import EndpointOptions
-from verl_ext.endpoint.store import Store
 from verl_ext.options import Options, UsageError, first_line, option
 from verl_ext.text.tokenizing import file_facts
+from verl_ext.tools.endpoint.answer import Answer, answer_from_embedding, with_embedding
+from verl_ext.tools.endpoint.client import EndpointOptions
+from verl_ext.tools.endpoint.store import Store
 
 # The keys of 1_Pooling/config.json of sentence-transformers, and the pooling that each names.
 _POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "last"}
@@ -79,7 +79,7 @@ class LocalEncoder:
     """
 
     def __init__(self, options: EncoderOptions, store: Store) -> None:
-        """Read the pooling; raise UsageError if the folder is no encoder."""
+        """Read the pooling; raise UsageError if the folder is not an encoder."""
         self.options, self.store, self.path = options, store, Path(str(options.path))
         if not (self.path / "config.json").is_file():
             raise UsageError(f"encoder.path must be a folder with a config.json; got {self.path}")

@@ -7,8 +7,8 @@ TOKENS_A_WORD tokens of a written word, in paragraphs of PARAGRAPH words.
 import math
 from collections.abc import Iterator
 
-from verl_ext.endpoint.answer import Usage
-from verl_ext.endpoint.spending import Price
+from verl_ext.tools.endpoint.answer import Usage
+from verl_ext.tools.endpoint.spending import Price
 from verl_ext.tools.synthesis.items import SourceItem
 from verl_ext.tools.synthesis.lengths import AskedLengths, Writing, asked_range, mentions_length
 from verl_ext.tools.synthesis.records import Settings
@@ -29,8 +29,8 @@ def requests_of(task: str, item: SourceItem, settings: Settings, writing: Writin
 
 
 def _of_ways(item: SourceItem, settings: Settings) -> Iterator[tuple[float, Usage]]:
-    total, read = sum(settings.ways.values()), min(settings.window, item.tokens)
-    for way, weight in settings.ways.items():
+    total, read = sum(settings.way_weights.values()), min(settings.window, item.tokens)
+    for way, weight in settings.way_weights.items():
         times = settings.questions * weight / total
         if way != "summary":
             yield times, Usage(read + PROMPT, 0, ANSWER)

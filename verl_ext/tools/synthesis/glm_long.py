@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping
 from itertools import accumulate
 
-from verl_ext.endpoint.answer import UNPARSABLE, Answer, Unparsable
-from verl_ext.endpoint.client import Client
-from verl_ext.text.word_count import language_of
+from verl_ext.tools.endpoint.answer import UNPARSABLE, Answer, Unparsable
+from verl_ext.tools.endpoint.client import Client
 from verl_ext.tools.synthesis.items import SourceItem, drawn
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, json_in, question_and_answer, refused_in_words
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
+from verl_ext.tools.word_count import language_of
 
 WAYS = ("chunk", "chunks", "summary")
 _SUPPORTED = re.compile(r"(?:supported|有依据)[\s*_\"']*[:：][\s*_\"']*(yes|no|是|否)", re.IGNORECASE)
@@ -85,7 +85,7 @@ async def ask_of_parts(item: SourceItem, client: Client, prompts: dict[str, Prom
     for number in range(settings.questions):
         # A question after the first has a draw and requests of its own; a document is summarized once.
         again = "" if number == 0 else f"/{number + 1}"
-        way = drawn_way(settings.ways, drawn(settings.seed, item.name, f"way{again}"))
+        way = drawn_way(settings.way_weights, drawn(settings.seed, item.name, f"way{again}"))
         if way == "summary" and has_summary:
             continue
         has_summary |= way == "summary"

@@ -16,8 +16,8 @@ from verl_ext.text.read.bad_record import BadRecord, check_characters
 from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.messages import ROLES, MessageReader
-from verl_ext.text.word_count import language_of
 from verl_ext.tools.synthesis.asked_prompts import AskedPrompt, asked_prompt
+from verl_ext.tools.word_count import language_of
 
 CHATS = ("conversation", "conversations", "messages")  # fields that hold a chat, as in WildChat and ShareGPT
 

@@ -20,17 +20,17 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.endpoint.answer import DONE, Answer, Unparsable
-from verl_ext.endpoint.client import Client
-from verl_ext.endpoint.spending import QuestionProgress, read_price, spent
-from verl_ext.endpoint.store import Store
 from verl_ext.files import json_lines
 from verl_ext.options import DataError
-from verl_ext.text.word_count import language_of
+from verl_ext.tools.endpoint.answer import DONE, Answer, Unparsable
+from verl_ext.tools.endpoint.client import Client
+from verl_ext.tools.endpoint.spending import QuestionProgress, read_price, spent
+from verl_ext.tools.endpoint.store import Store
 from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, count_spending, in_order
 from verl_ext.tools.synthesis.corpus import Intervals
-from verl_ext.tools.synthesis.encoder import LocalEncoder
+from verl_ext.tools.synthesis.encoder import EncoderOptions, LocalEncoder
 from verl_ext.tools.synthesis.items import SourceItem, drawn
+from verl_ext.tools.word_count import language_of
 
 SEPARATOR = "\n\n"
 
@@ -115,9 +115,8 @@ def groups_of(
 
 async def write_joined(work: Work) -> WriteResult:
     """Write the joined documents of all classes."""
-    assert work.intervals is not None
-    result = WriteResult()
-    names, seed = work.intervals.names, work.settings.seed
+    result, intervals, classifier = WriteResult(), Intervals(tuple(work.options.intervals)), work.options.classifier
+    names, seed = intervals.names, work.settings.seed
     filled = dict.fromkeys(names, 0)
     result.lengths = {name: {"documents": 0, "tokens": 0} for name in names}
     with TemporaryFile(dir=work.path.parent) as texts, open(work.path, "w", encoding="utf-8") as file:
@@ -125,7 +124,7 @@ async def write_joined(work: Work) -> WriteResult:
         for kind in sorted(classes):
             documents = sorted(classes[kind], key=lambda each: (drawn(seed, each.name, "start"), each.name))
             used = 0
-            for group in groups_of(documents, work.intervals, seed, filled):
+            for group in groups_of(documents, intervals, seed, filled):
                 record = _record(kind, group, documents, texts, work)
                 file.writelines(json_lines([record]))
                 result.records += 1
@@ -135,13 +134,13 @@ async def write_joined(work: Work) -> WriteResult:
                 used += len(group.numbers)
             result.outcomes[DONE] += used
             result.outcomes["left_over"] += len(documents) - used
-    if work.classifier is not None and work.classifier.classes:
+    if classifier.classes:
         # A class that no text has is counted as such.
-        result.facts["classes"] = {name: len(classes.get(name, ())) for name in work.classifier.classes}
+        result.facts["classes"] = {name: len(classes.get(name, ())) for name in classifier.classes}
         counts = ", ".join(f"{count:,} {name}" for name, count in result.facts["classes"].items())
         result.notes.append(f"documents by class: {counts}")
     if classes and not result.outcomes[DONE]:
-        shortest = work.intervals.edges[0]
+        shortest = intervals.edges[0]
         raise DataError(
             f"intervals must begin below what a class's documents have together; got {shortest:,}, and no two documents"
             f" of {', '.join(sorted(classes))} make a text that long and no longer than the last"
@@ -154,22 +153,23 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
     count = work.settings.lengths_of
     assert count is not None
     classes: dict[str, list[ClassDocument]] = defaultdict(list)
-    of_server = work.encoder.path is None
+    of_folder: EncoderOptions = work.options.encoder
+    of_server = of_folder.path is None
     price = read_price(work.endpoint) if of_server else None
     with Store(work.store_path) as store:
-        encoder = Client(work.endpoint, store) if of_server else LocalEncoder(work.encoder, store)
+        encoder = Client(work.endpoint, store) if of_server else LocalEncoder(of_folder, store)
         clients = [(encoder, price)] if isinstance(encoder, Client) else []
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(encoder)
-            options, classifier = work.classifier, None
-            if options is not None and options.classes:
+            options, classifier = work.options.classifier, None
+            if options.classes:
                 classifier = await stack.enter_async_context(Client(options.endpoint, store))
                 clients.append((classifier, read_price(options.endpoint)))
 
             async def prepared(item: SourceItem) -> tuple[str, Answer]:
                 """Return a document's class and its embedding, or an answer that is not done."""
                 kind = item.kind
-                if classifier is not None and options is not None:
+                if classifier is not None:
                     start = count.shortened(item.text, min(options.max_tokens, item.tokens))
                     values = {"text": start, "classes": "\n".join(f"- {name}" for name in options.classes)}
                     message = {"role": "user", "content": work.prompts[language_of(start)].filled("classify", **values)}
@@ -180,7 +180,7 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
                     if not named.is_done:
                         return kind, named
                     kind = named.parsed
-                start = work.encoder.start + count.shortened(item.text, min(work.encoder.max_tokens, item.tokens))
+                start = of_folder.start + count.shortened(item.text, min(of_folder.max_tokens, item.tokens))
                 return kind, await encoder.embed(item.name, start)
 
             begun = ((item, prepared(item)) for item in work.corpus.items())
@@ -225,7 +225,7 @@ def _record(
         "interval": group.interval,
         "tokens": work.settings.lengths_of.count(text),
         "documents": parts,
-        "encoder": work.encoder.path or work.endpoint.model,
+        "encoder": work.options.encoder.path or work.endpoint.model,
         "seed": work.settings.seed,
     }
     return {"text": text, "category": kind, "provenance": provenance}

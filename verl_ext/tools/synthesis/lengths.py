@@ -1,35 +1,22 @@
 """The length that a writing instruction asks for, and those that texts get."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verl_ext.text.word_count import length_score
 from verl_ext.tools.synthesis.corpus import Intervals
 from verl_ext.tools.synthesis.items import drawn
+from verl_ext.tools.word_count import length_score
 
 FORMS = ("sequential", "parallel", "both")
 
 LEAST_WORDS = 100  # a smaller number before "words" or 字 is not taken for the length of a long text
-_SMALL_NAMES = (
-    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-    " eighteen nineteen"
-)
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
-_SMALL = {name: value for value, name in enumerate(re.split(" ", _SMALL_NAMES), start=1)}
-_SMALL |= {name: 10 * value for value, name in enumerate(re.split(" ", _TENS), start=2)}
-SMALL_NUMBER = rf"(?:{'|'.join(_SMALL)})(?:[\s-]+(?:{'|'.join(_SMALL)}))?"  # thirteen, twenty-one
-_LARGE = {"hundred": 100, "thousand": 1000, "million": 1_000_000, "k": 1000}
-_NAMES = "|".join([*_SMALL, "hundred", "thousand", "million"])
-_DIGITS = {character: value for value, character in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
-_UNITS = {"十": 10, "百": 100, "千": 1000}
+_LARGE = {"k": 1000, "hundred": 100, "thousand": 1000, "million": 1_000_000}
 _HAN = "零〇一二两三四五六七八九十百千万"
-
-_DIGITAL = r"\d[\d,]*(?:\.\d+)?(?:\s*(?:k\b|(?:hundred|thousand|million)\b))?"
-_WORDED = rf"\b(?:a|{_NAMES})(?:[\s-]+(?:(?:and[\s-]+)?(?:{_NAMES})\b))*"
-_ENGLISH = rf"(?:{_DIGITAL}|{_WORDED}\b)"
+_ENGLISH = r"\d[\d,]*(?:\.\d+)?"
+_SCALED = re.compile(rf"({_ENGLISH})\s*({'|'.join(_LARGE)})\b", re.IGNORECASE)
 _CHINESE = rf"[\d,.]*[\d{_HAN}]+"
-# What may stand between a number and "words": 2,000+ words, 1500 (fifteen hundred) words, 2000 English words.
+# What may stand between a number and "words": 2,000+ words, 1500 (1500) words, 2000 English words.
 _BETWEEN = r"[\s+-]*(?:\([^)]*\)[\s-]*)?(?:or (?:so|more)\s+)?(?:(?:english|chinese|written|total|plain)\s+)?"
 _ASKED = re.compile(
     rf"(?P<before>{_ENGLISH}){_BETWEEN}words?\b"
@@ -38,7 +25,7 @@ _ASKED = re.compile(
     rf"|字数\W*(?:为|是|约|大约|要求|不少于|在)*\W*(?P<count>{_CHINESE})",
     re.IGNORECASE,
 )
-_NUMBER_BEFORE = rf"(?:\d\s*k?|\b(?:{_NAMES})|[{_HAN}])\s*(?:words?|字|个字)?\s*"
+_NUMBER_BEFORE = rf"[\d{_HAN}]\s*(?:words?|字|个字)?\s*"
 _RANGE = re.compile(
     rf"{_NUMBER_BEFORE}(?:-|–|—|~|～|〜|、|/|,|\b(?:up to|to|or|and)\b|至|到|或者?|和)\s*$", re.IGNORECASE
 )
@@ -48,23 +35,32 @@ _LOW = re.compile(
     rf"|(?P<low>{_ENGLISH}|{_CHINESE})\s*(?:words?|个?字)?\s*(?:-|–|—|~|～|〜|\b(?:up\s+)?to\b|至|到))\s*$",
     re.IGNORECASE,
 )
-_VAGUE = re.compile(r"[几数]$")  # 几千字
+_VAGUE = re.compile(r"(?:[几数]|\b(?:few|several|some|many|couple of)\s*)$", re.IGNORECASE)  # 几千字, a few thousand
 # The length of a part: each 200 words, 每段200字, 200 words each.
 _PART_BEFORE = re.compile(r"(?:\b(?:each|every|per)\b\W*(?:\w+\W+){0,4}|每[^，。,.；;]{0,6})$", re.IGNORECASE)
 _PART_AFTER = re.compile(
     r"\s*(?:each\b|apiece|per\b|every\b|an? (?:day|page|paragraph|chapter|section)\b|(?:一|每)[段章节页])"
 )
-_PART_OF_A_NUMBER = re.compile(r"\b(?:half|quarter\s+of)\s*$", re.IGNORECASE)  # half a million
-_SPLIT_RANGE = re.compile(r"\bbetween\s*$", re.IGNORECASE)  # between ten and twenty thousand: read as one number
+_PART_OF_A_NUMBER = re.compile(r"\b(?:half(?:\s+an?)?|quarter\s+of(?:\s+an?)?)\s*$", re.IGNORECASE)  # half a million
 _YEAR = re.compile(r"\byear\s*$", re.IGNORECASE)
-_QUANTITY = rf"(?:\d[\d,.]*\s*k?|\b(?:{_NAMES}|hundreds|thousands|dozens?|few|several|half)\b)"
+_QUANTITY = r"(?:\d[\d,.]*\b|\b(?:hundreds|thousands|dozens?|few|several|half)\b)"
 _UNIT = r"\b(?:words?|length|characters?|letters|pages?|tokens?)\b"
 _MENTIONED = re.compile(
     rf"{_QUANTITY}\W*(?:\w+\W+){{0,3}}{_UNIT}|{_UNIT}\W*(?:\w+\W+){{0,3}}{_QUANTITY}"
-    rf"|[\d十百千万kK]\s*(?:多|余|来|左右|以上|以内)?\s*个?(?:英文|中文)?(?:汉?字(?!路)|单词|词|页)"
+    rf"|[\d十百千万]\s*(?:多|余|来|左右|以上|以内)?\s*个?(?:英文|中文)?(?:汉?字(?!路)|单词|词|页)"
     rf"|(?:字数|篇幅|长度)[^，。；;]{{0,8}}[\d{_HAN}]",
     re.IGNORECASE,
 )
+
+
+def _with_digits(instruction: str) -> str:
+    """Return an instruction whose English numbers are digits: 2.5k, two thousand, fifteen hundred."""
+    from text_to_num import alpha2digit  # of the extra synth, as the client of servers, which --help does not need
+
+    text = re.sub(r"-(?=words?\b)", " ", instruction)
+    text = _SCALED.sub(lambda match: str(round(_number(match[1]) * _LARGE[match[2].lower()])), text)
+    # By sentence, because its time grows with the square of a text's length.
+    return re.sub(r"[^.\n]+", lambda sentence: alpha2digit(sentence[0], "en", threshold=0), text)
 
 
 def asked_words(instruction: str) -> int | None:
@@ -72,12 +68,12 @@ def asked_words(instruction: str) -> int | None:
 
     A least or a greatest number counts as the number; a range, and the length of each part, do not.
     """
-    found = set()
+    found, instruction = set(), _with_digits(instruction)
     for match in _ASKED.finditer(instruction):
         start = min(match.start(group) for group in match.re.groupindex if match[group] is not None)
         before, after = instruction[:start], instruction[match.end() :]
-        number = next(_values(match))
-        others = (pattern.search(before) for pattern in (_RANGE, _VAGUE, _PART_OF_A_NUMBER, _PART_BEFORE, _SPLIT_RANGE))
+        number = _value(match)
+        others = (pattern.search(before) for pattern in (_RANGE, _VAGUE, _PART_OF_A_NUMBER, _PART_BEFORE))
         if number is None or any(others) or _PART_AFTER.match(after):
             return None
         if number >= LEAST_WORDS and not _YEAR.search(before):
@@ -92,25 +88,18 @@ def asked_range(instruction: str) -> tuple[int, int] | None:
     """
     if (words := asked_words(instruction)) is not None:
         return words, words
-    ranges, numbers = set(), set()
+    ranges, numbers, instruction = set(), set(), _with_digits(instruction)
     for match in _ASKED.finditer(instruction):
         start = min(match.start(group) for group in match.re.groupindex if match[group] is not None)
         before, after = instruction[:start], instruction[match.end() :]
-        high, low = next(_values(match)), _LOW.search(before)
+        high, low = _value(match), _LOW.search(before)
         beginning = before[: low.start()] if low else before
-        if (
-            high is None
-            or _SPLIT_RANGE.search(before)
-            or _VAGUE.search(before)
-            or _PART_BEFORE.search(beginning)
-            or _PART_AFTER.match(after)
-        ):
+        if high is None or _VAGUE.search(before) or _PART_BEFORE.search(beginning) or _PART_AFTER.match(after):
             return None
         if low is None:
             numbers.add(high)
             continue
-        text = low["between"] or low["low"]
-        least = _chinese(text) if re.search(f"[{_HAN}]", text) else _english(text)
+        least = _chinese(low["between"] or low["low"])
         # 2-3k, two to three thousand, 两到三千: the unit is the greatest number's.
         units = (1, 10, 100, 1000, 10_000) if least is not None and least < LEAST_WORDS <= high else (1,)
         scaled = [least * unit for unit in units if least is not None and high / 10 <= least * unit < high]
@@ -130,50 +119,26 @@ def range_score(asked: tuple[int, int], words: float) -> float:
 
 def mentions_length(instruction: str) -> bool:
     """Tell whether an instruction mentions a length, even an unread one."""
-    return bool(_ASKED.search(instruction) or _MENTIONED.search(instruction))
+    text = _with_digits(instruction)
+    return bool(_ASKED.search(text) or _MENTIONED.search(text))
 
 
-def _values(match: re.Match[str]) -> Iterator[int | None]:
-    for group, value in match.groupdict().items():
-        if value is not None:
-            yield _chinese(value) if group in ("han", "count") else _english(value)
+def _value(match: re.Match[str]) -> int | None:
+    return next(_chinese(value) for value in match.groups() if value is not None)
 
 
-def _english(text: str) -> int | None:
-    """Return an English number's value (2.5k, fifteen hundred), or None."""
-    total, current, is_one = 0.0, None, False
-    for part in re.findall(r"\d[\d,]*(?:\.\d+)?|[a-z]+", text.lower()):
-        if part[0].isdigit():
-            current = float(part.replace(",", ""))
-        elif part == "a":
-            is_one = True  # in "a thousand", and not in "a two-thousand-word essay"
-        elif part in _SMALL:
-            current = (current or 0.0) + _SMALL[part]
-        elif part in _LARGE:
-            if current is None and not is_one:  # "a few thousand"
-                return None
-            current = (1.0 if current is None else current) * _LARGE[part]
-            if _LARGE[part] > 100:
-                total, current = total + current, 0.0
-    return None if current is None else round(total + current)
+def _number(digits: str) -> float:
+    return float(digits.replace(",", ""))
 
 
 def _chinese(text: str) -> int | None:
-    """Return a Chinese number's value; None for a range (两三千)."""
-    total, current, unit, is_digit = 0.0, 0.0, 1, False
-    for part in re.findall(r"[\d.]+|.", text.replace(",", "")):
-        if part[0].isdigit() and part[0].isascii():
-            current, unit, is_digit = float(part.rstrip(".") if part.count(".") < 2 else 0), 1, False
-        elif part in _DIGITS:
-            if is_digit and _DIGITS[part]:
-                return None
-            is_digit, unit = _DIGITS[part] > 0, unit if _DIGITS[part] else 1
-            current = _DIGITS[part]
-        elif part in _UNITS:
-            total, current, unit, is_digit = total + (current or 1) * _UNITS[part], 0.0, _UNITS[part], False
-        elif part == "万":
-            total, current, unit, is_digit = (total + current) * 10_000, 0.0, 10_000, False
-    return round(total + current * (unit / 10 if is_digit and unit > 10 else 1))
+    """Return the value of digits or of a Chinese number; None for a range (两三千)."""
+    from cn2an import cn2an  # of the extra synth
+
+    try:
+        return round(cn2an(text.replace(",", "").rstrip("."), "smart"))
+    except (KeyError, ValueError):  # cn2an's of a malformed number
+        return None
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ computes the document once.
 
 import re
 
-from verl_ext.endpoint.answer import Unparsable
-from verl_ext.endpoint.client import Client
-from verl_ext.text.word_count import language_of
+from verl_ext.tools.endpoint.answer import Unparsable
+from verl_ext.tools.endpoint.client import Client
 from verl_ext.tools.synthesis.items import SourceItem, drawn
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, json_in, question_and_answer, refused_in_words
+from verl_ext.tools.word_count import language_of
 
 _NUMBERS = "一二三四五六七八九十"
 _NUMBERED = re.compile(  # 1: … | 2. … | **3:** … | (4) … | [5] … | 6 - … | 七、… | Question 8 | Q9: …

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from verl_ext.endpoint.answer import DONE, Answer
-from verl_ext.endpoint.client import Client, SamplingOptions
-from verl_ext.text.word_count import count_words
+from verl_ext.tools.endpoint.answer import DONE, Answer
+from verl_ext.tools.endpoint.client import Client, SamplingOptions
 from verl_ext.tools.synthesis.asked_prompts import AskedPrompt
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
 from verl_ext.tools.synthesis.items import SourceItem, drawn
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, refused_in_words
 from verl_ext.tools.synthesis.scorers import Pairing, Scorer
+from verl_ext.tools.word_count import count_words
 
 PAIRS = ("best_worst", "best_random", "all", "best")
 _BINS = (0, 0.5, 1, 2, 5, 10, 20, 50)  # lower edges of the report's gaps of scores
@@ -63,9 +63,9 @@ class PairStatistics:
 
 async def write_preferences(work: Work) -> WriteResult:
     """Write the preferences among the answers to the items' prompts."""
-    assert work.pairing is not None, "the task has one"
-    scorer, statistics = Scorer(work.pairing.scorer, work.settings.parse_tries), PairStatistics()
-    make = partial(_preference, work.pairing, scorer, statistics)
+    pairing = work.options.pairing
+    scorer, statistics = Scorer(pairing.scorer, work.settings.parse_tries), PairStatistics()
+    make = partial(_preference, pairing, scorer, statistics)
     result = await write_records(make, work, scorer.opened)
     result.notes.append(statistics.line())
     result.facts = {"preferences": statistics.report(scorer.means)}

@@ -8,9 +8,9 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from verl_ext.endpoint.answer import DONE, REFUSED, Answer, Usage
-from verl_ext.endpoint.client import SamplingOptions
 from verl_ext.options import one_line
+from verl_ext.tools.endpoint.answer import DONE, REFUSED, Answer, Usage
+from verl_ext.tools.endpoint.client import SamplingOptions
 from verl_ext.tools.synthesis.items import SourceItem
 from verl_ext.tools.synthesis.overlap import Passages
 from verl_ext.tools.synthesis.prompts import PromptTexts
@@ -73,7 +73,7 @@ class Settings:
     window: int = 0
     questions: int = 1
     lengths_of: TokenLengths | None = None  # of documents
-    ways: Mapping[str, float] = field(default_factory=dict)  # of glm_long, with their weights
+    way_weights: Mapping[str, float] = field(default_factory=dict)  # of glm_long, with their weights
     grounded: bool = False
 
 

@@ -13,16 +13,23 @@ from typing import Any, ClassVar
 
 from verl_ext.cache import fingerprint
 from verl_ext.custom import named_object
-from verl_ext.endpoint.answer import DONE, TOO_LONG, UNPARSABLE, Answer
-from verl_ext.endpoint.client import Client, EndpointOptions, SamplingOptions
-from verl_ext.endpoint.quality import DIMENSIONS, filled_names, quality_prompt, quality_score, read_quality, read_rating
-from verl_ext.endpoint.spending import Price, read_price
-from verl_ext.endpoint.store import Store
 from verl_ext.options import DataError, Options, UsageError, first_line, option
 from verl_ext.text.tokenizing import file_facts
-from verl_ext.text.word_count import count_words, language_of, length_score
+from verl_ext.tools.endpoint.answer import DONE, TOO_LONG, UNPARSABLE, Answer
+from verl_ext.tools.endpoint.client import Client, EndpointOptions, SamplingOptions
+from verl_ext.tools.endpoint.quality import (
+    DIMENSIONS,
+    filled_names,
+    quality_prompt,
+    quality_score,
+    read_quality,
+    read_rating,
+)
+from verl_ext.tools.endpoint.spending import Price, read_price
+from verl_ext.tools.endpoint.store import Store
 from verl_ext.tools.synthesis.lengths import asked_words
 from verl_ext.tools.synthesis.prompts import PromptTexts
+from verl_ext.tools.word_count import count_words, language_of, length_score
 
 KINDS = ("reward", "writing", "judge", "given")
 _SAMPLING = SamplingOptions(temperature=0.0, max_tokens=4096)  # of judges

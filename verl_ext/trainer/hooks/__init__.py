@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from verl_ext.custom import named_object
 from verl_ext.options import spell
 from verl_ext.trainer.hooks.answers import AnswersHook
-from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.hooks.base import Hook, StepOutcome, closing, load_states, states_of
 from verl_ext.trainer.hooks.console import ConsoleHook
+from verl_ext.trainer.hooks.experts import ExpertsHook
 from verl_ext.trainer.hooks.hang import HangHook
 from verl_ext.trainer.hooks.profile import ProfileHook
 from verl_ext.trainer.hooks.progress import ProgressHook
@@ -22,6 +23,7 @@ HOOKS: tuple[type[Hook], ...] = (
     SpikeHook,
     SkippedStepsHook,
     HighLossHook,
+    ExpertsHook,
     TrackingHook,
     ValidationHook,
     AnswersHook,
@@ -37,7 +39,7 @@ def hook_classes(names: Sequence[str]) -> tuple[type[Hook], ...]:
     """Return the table with the classes of `trainer.hooks` before the console.
 
     So the metrics that they log are on a step's line, and what they change is in its checkpoint. Raises ValueError for
-    a name that is no subclass of Hook.
+    a name that is not a subclass of Hook, or a class whose name another hook has.
     """
     own: list[type[Hook]] = []
     for name in names:
@@ -45,6 +47,9 @@ def hook_classes(names: Sequence[str]) -> tuple[type[Hook], ...]:
         if not (isinstance(found, type) and issubclass(found, Hook)):
             must = "trainer.hooks must name subclasses of verl_ext.trainer.hooks.Hook"
             raise ValueError(f"{must}; got {name}, which is {spell(found)}")
+        if found.__name__ in {hook.__name__ for hook in (*HOOKS, *own)}:  # by which checkpoints know their states
+            must = "trainer.hooks must name classes of different names, also from those of the trainer's own hooks"
+            raise ValueError(f"{must}; got a second {found.__name__}")
         own.append(found)
     console = HOOKS.index(ConsoleHook)
     return (*HOOKS[:console], *own, *HOOKS[console:])

@@ -3,7 +3,7 @@
     answers.jsonl    the same prompts each time: {"step", "category", "question" (the last user message or null),
                      "prompt", "answer", "expected", "score"}
 
-verl gives trackers these rows as tables. A failure of the server, of a user's scorer or of a tracker is a warning, and
+verl gives trackers these rows as tables. A failure of a user's scorer or of a tracker is a warning, and
 training goes on.
 """
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from verl_ext.checkpoint.save import NotWritten, save_final_memory
-from verl_ext.config.best import KEEP_BEST
+from verl_ext.checkpoint.save import NotWritten
 from verl_ext.config.run import AFTER_EACH_EPOCH
-from verl_ext.trainer.distributed import RunFailed, RunRanks
+from verl_ext.launch.protocol import Ending
+from verl_ext.trainer.distributed import RunRanks
 from verl_ext.trainer.hang import watch
-from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.hooks.base import Hook, StepOutcome, states_of
 
 
 class SavingHook(Hook):
@@ -23,9 +23,8 @@ class SavingHook(Hook):
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Save a checkpoint if one is due."""
-        is_best = KEEP_BEST in (watched := self.trainer.run_state.watched) and watched[KEEP_BEST].step == step
         is_due = self.run.is_due(step, self.options.save_freq, self.options.saves_per_epoch)
-        saves = is_due or is_best or step == self.trainer.last_step
+        saves = is_due or step in (self.trainer.checkpoints.best, self.trainer.last_step)
         if saves or self.run.is_due(step, AFTER_EACH_EPOCH):
             with self.trainer.progress.paused(), self._training_waits(step):
                 self._refuse_changed_data()
@@ -41,18 +40,14 @@ class SavingHook(Hook):
                 checkpoints.finish()
             if checkpoints.last != step:
                 self._refuse_changed_data()
-                checkpoints.save(step)
+                checkpoints.save(step, states_of(self.trainer.hooks))
                 checkpoints.finish()
 
     def post_train(self) -> None:
-        """Write a model's learned memory; fail if a checkpoint has no copy."""
+        """Fail if a checkpoint has no copy."""
         watch.mark("the end of the run", "trainer.save_timeout")
-        done = max(self.trainer.first_step, self.trainer.last_step)  # an earlier run may have trained further
-        with _failed_end():
-            memory = self.run.model.kind.memory_settings(self.run.model.hf_config)
-            save_final_memory(self.trainer.engine, self.run.output, done, memory)
         if missing := self.trainer.checkpoints.not_copied:
-            raise RunFailed(
+            raise Ending(
                 f"trainer.default_hdfs_dir={self.options.default_hdfs_dir} lacks {', '.join(missing)}, whose copies "
                 f"failed (warnings above); training is done, and {self.run.output} has what it keeps"
             )
@@ -62,8 +57,8 @@ class SavingHook(Hook):
         with tolerate_failed_save():  # finish the previous checkpoint, which threads write
             checkpoints.finish()
         is_last = step == self.trainer.last_step
-        with _failed_end() if is_last else tolerate_failed_save():
-            checkpoints.save(step)
+        with failed_end() if is_last else tolerate_failed_save():
+            checkpoints.save(step, states_of(self.trainer.hooks))
             if is_last:
                 checkpoints.finish()
         self.trainer.log({"train/save_pause": time.perf_counter() - since}, step)
@@ -95,9 +90,9 @@ def tolerate_failed_save(then: str = "training goes on") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failed_end() -> Iterator[None]:
-    """End the run if its last checkpoint cannot be written."""
+def failed_end(what: str = "") -> Iterator[None]:
+    """End the run if its result cannot be written; its line names `what`."""
     try:
         yield
     except NotWritten as error:
-        raise RunFailed(f"the end of the run is not saved: {error}") from error
+        raise Ending(f"the end of the run is not saved: {what}{error}") from error

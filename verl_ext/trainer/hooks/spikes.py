@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from verl_ext.checkpoint.layout import SPIKES
 from verl_ext.trainer.batch import StepBatch
-from verl_ext.trainer.hooks.base import Hook, StepOutcome
+from verl_ext.trainer.hooks.base import Hook, StepOutcome, Training
 from verl_ext.trainer.hooks.tracking import append_lines, continued_lines
 
 WINDOW, LEAST = 64, 8  # the number of losses for the median, and the least number
@@ -36,8 +36,14 @@ Document = dict[str, Any]
 class SpikeHook(Hook):
     """The hook that watches every step's loss if `trainer.spike_factor` is set.
 
-    A checkpoint holds the recent losses and the number of spikes.
+    Its state is the number of spikes and the losses of the last trained steps.
     """
+
+    state_names = ("spikes", "recent_losses")
+
+    def __init__(self, trainer: Training) -> None:
+        super().__init__(trainer)
+        self.spikes, self.recent_losses = 0, list[float]()
 
     def pre_train(self) -> None:
         """Keep the file's lines of finished steps."""
@@ -46,16 +52,16 @@ class SpikeHook(Hook):
 
     def post_step(self, step: int, outcome: StepOutcome) -> None:
         """Write spikes and skipped steps, on which all data-parallel ranks agree."""
-        state, factor, rank = self.trainer.run_state, self.options.spike_factor, self.trainer.rank
+        factor, rank, recent = self.options.spike_factor, self.trainer.rank, self.recent_losses
         if factor is None:
             return
         loss = math.nan if outcome.sums is None else outcome.sums.loss
-        recent = state.recent_losses
         reference = statistics.median(recent) if len(recent) >= LEAST else None
         is_spike = not outcome.skipped and reference is not None and loss > factor * reference
         if not outcome.skipped:
-            state.recent_losses = [*recent, loss][-WINDOW:]
-        state.spikes += is_spike
+            self.recent_losses = [*recent, loss][-WINDOW:]
+        self.spikes += is_spike
+        outcome.metrics["train/spikes"] = self.spikes
         if not (is_spike or outcome.skipped):
             return
         packs = self.run.plan.rank_packs(step - 1, rank.rank, rank.size)
@@ -88,14 +94,14 @@ class SpikeHook(Hook):
         names = (None, *dataset.categories.names)
         found = []
         for number, place in enumerate(places):
-            own = np.flatnonzero(targets.document == number)
+            own = np.flatnonzero(targets["document"] == number)
             found.append(
                 {
                     **place._asdict(),
                     "target_tokens": len(own),
-                    "category": names[np.bincount(targets.category[own]).argmax()] if len(own) else None,
+                    "category": names[np.bincount(targets["slot"][own]).argmax()] if len(own) else None,
                     "pack": pack,
-                    "loss": float(losses[targets.rows[own]].mean()) if losses is not None and len(own) else None,
+                    "loss": float(losses[targets["row"][own]].mean()) if losses is not None and len(own) else None,
                 }
             )
         return found

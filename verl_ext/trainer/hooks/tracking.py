@@ -8,7 +8,6 @@ wandb and swanlab read the id and the permission to continue its run from the en
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,12 +23,11 @@ from verl_ext.checkpoint.layout import METRICS, RUN_IDS
 from verl_ext.config.run import RunConfig
 from verl_ext.files import atomic_write, json_lines, write_json
 from verl_ext.flops import peak_flops
+from verl_ext.launch.protocol import Launcher
 from verl_ext.options import first_line, reason_of
 from verl_ext.redaction import redacted, redacted_text
-from verl_ext.trainer.distributed import at_exit
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
-_CLOSE_SECONDS = 5.0
 # tracker: (the variable of its run's id, the variable that allows it to continue that run)
 _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RUN_ID", "SWANLAB_RESUME")}
 
@@ -37,13 +35,10 @@ _VARIABLES = {"wandb": ("WANDB_RUN_ID", "WANDB_RESUME"), "swanlab": ("SWANLAB_RU
 class TrackingHook(Hook):
     """The hook that logs metrics, every `trainer.log_freq` steps and for others."""
 
-    _is_closed = False
-
     def pre_train(self) -> None:
         """Open the loggers."""
         trainer = self.trainer
         self.tracking = open_tracking(trainer.config, trainer.first_step) if trainer.is_rank0 else None
-        at_exit.callback(self._close_in_time)
         given = self.options.gpu_peak_tflops
         self.peak_flops = given and given * 1e12
         if given is None and self.options.device == "cuda":
@@ -56,11 +51,7 @@ class TrackingHook(Hook):
         """Log the metrics of a step that is due."""
         if outcome.sums is None or not self.run.is_due(step, self.options.log_freq):
             return
-        # The peaks need every rank, so they come before the ranks without loggers leave.
-        peaks = _peaks_of_memory()
-        if self.tracking is None:
-            return
-        engine, state, train_set = self.trainer.engine, self.trainer.run_state, self.run.train_set
+        engine, train_set = self.trainer.engine, self.run.train_set
         metrics = outcome.sums.report("train", train_set.categories.names)
         computed = metrics.get("train/computed_tokens", metrics["train/tokens"])
         metrics["train/pack_fill"] = computed / (metrics["train/packs"] * train_set.max_tokens)
@@ -72,12 +63,7 @@ class TrackingHook(Hook):
         if engine.router_loss is not None:
             metrics["train/router_loss"] = engine.router_loss.value.item()
         metrics["train/epoch"] = step / self.run.steps_per_epoch
-        metrics["train/skipped_steps"] = state.skipped_steps
-        if self.options.spike_factor is not None:
-            metrics["train/spikes"] = state.spikes
-        # Totals come from the checkpoint's state, so that a resumed run continues their curves.
-        metrics["train/total_tokens"] = state.total_tokens
-        metrics["train/total_target_tokens"] = state.total_target_tokens
+        metrics |= outcome.metrics
         # Rates leave out validations and checkpoints, which say nothing about a step's speed.
         tokens_per_second, flops_per_second = self.trainer.progress.rates()
         metrics["train/tokens_per_second"] = tokens_per_second
@@ -85,9 +71,10 @@ class TrackingHook(Hook):
         metrics["perf/tokens_per_second_per_gpu"] = tokens_per_second / self.run.config.machine.world_size
         if self.peak_flops is not None and flops_per_second is not None:
             metrics["perf/mfu"] = flops_per_second / (self.peak_flops * self.run.config.machine.world_size)
-        metrics |= peaks
-        self.trainer.progress.show(metrics)
-        self.log(metrics, step)
+        metrics |= _peaks_of_memory()
+        if self.trainer.is_rank0:
+            self.trainer.progress.show(metrics)
+        self.trainer.log(metrics, step)  # on every rank, whose hooks may watch them
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Pass metrics to verl's tracking."""
@@ -96,17 +83,10 @@ class TrackingHook(Hook):
                 self.tracking.log(metrics, step)
 
     def close(self) -> None:
-        """End the tracked runs, once."""
-        if self.tracking is not None and not self._is_closed:
-            self._is_closed = True
+        """End the tracked runs."""
+        if self.tracking is not None:
             with log_tracker_errors("trainer.logger did not end in order"):
                 self.tracking.finish()
-
-    def _close_in_time(self) -> None:
-        """End the tracked runs, also after a failure, despite a lost server."""
-        thread = threading.Thread(target=self.close, name="the end of the trackers", daemon=True)
-        thread.start()
-        thread.join(_CLOSE_SECONDS)
 
 
 def _peaks_of_memory() -> dict[str, float]:
@@ -167,7 +147,7 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
     # Keep the ids beside the checkpoints, where a resume on any machine finds them.
     keep_run_ids(folder, ids, tracking.logger)
     # Open our own file logger, because verl's would empty the file.
-    if "file" in loggers or "VERL_EXT_CALLER" in os.environ:  # verl_ext.train returns the metrics
+    if "file" in loggers or Launcher.from_environment().caller:  # verl_ext.train returns the metrics
         path = Path(os.environ.get("VERL_FILE_LOGGER_PATH", folder / METRICS))
         continued_lines(path, first_step)
         tracking.logger["file"] = MetricsFile(path)  # type: ignore[assignment]

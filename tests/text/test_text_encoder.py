@@ -1,0 +1,318 @@
+"""Long texts tokenized in pieces have the same tokens as in one piece, for every kind of tokenizer."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from tests.lib.chat_templates import tiny_tokenizer
+from tests.lib.special_names import END, PLAIN, START, TOKENIZER, chat_of, encoded_chat
+from verl_ext.data.stream.megatron.index import TokenIndex
+from verl_ext.data.stream.megatron.writer import write_text_indexes
+from verl_ext.text.chat.renderer import RenderedTurns
+from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
+from verl_ext.text.read import readers as chunks
+from verl_ext.text.read.bad_record import BadRecord, RecordOptions
+from verl_ext.text.read.readers import TextFile, read_chunks
+from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.text_encoder import TextEncoder, TokenCharacters, Windows
+
+CORPUS = [
+    "The cat's on the mat, and it'll say HELLO to 12345 worlds!\n\nA café — naïve; 漢字 と かな。\n",
+    "def f(x):\n    return x + 1  # the cat\n\tan aside…   three   spaces\r\nand x = 3.14159 ;;",
+] * 3
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PREFIX_SPACE = pre_tokenizers.ByteLevel(add_prefix_space=True)
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def split(pattern: str) -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), _BYTES])
+
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+QWEN = split(CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3 = split(CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+METASPACE = {scheme: pre_tokenizers.Metaspace(prepend_scheme=scheme) for scheme in ("always", "first", "never")}
+LLAMA2 = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+
+
+def bpe(pre: Any = None, normalizer: Any = None, spans_spaces: bool = False) -> Tokenizer:
+    """Train a BPE on the corpus; with `spans_spaces`, some of its tokens have a space after another character."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=False))
+    if spans_spaces:
+        tokenizer.normalizer = normalizer
+    else:  # trained on words, even if used without them
+        tokenizer.pre_tokenizer = METASPACE["always"] if pre is None else pre
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if pre in (GPT2, PREFIX_SPACE, QWEN, LLAMA3) else ["▁"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<unk>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    rebuilt = Tokenizer(tokenizer.model)
+    rebuilt.add_special_tokens(["<unk>", "</s>"])
+    if pre is not None:
+        rebuilt.pre_tokenizer = pre
+    if normalizer is not None:
+        rebuilt.normalizer = normalizer
+    if len(alphabet) > 1:
+        rebuilt.decoder = decoders.ByteLevel()
+    return rebuilt
+
+
+def word_pieces() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=["<unk>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer = METASPACE["always"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=120, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def words() -> Tokenizer:
+    vocabulary = {"<unk>": 0, "</s>": 1, "the": 2, "cat": 3, "The": 4}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "gpt2": lambda: bpe(GPT2),
+    "gpt2 nfc": lambda: bpe(GPT2, normalizers.NFC()),
+    "qwen": lambda: bpe(QWEN, normalizers.NFC()),
+    "llama3": lambda: bpe(LLAMA3),
+    "lowercase": lambda: bpe(QWEN, normalizers.Sequence([normalizers.NFD(), normalizers.Lowercase()])),
+    "strip": lambda: bpe(QWEN, normalizers.Strip()),
+    "prefix space": lambda: bpe(PREFIX_SPACE),
+    "prefix space nfc": lambda: bpe(PREFIX_SPACE, normalizers.NFC()),
+    "metaspace always": lambda: bpe(METASPACE["always"]),
+    "metaspace first": lambda: bpe(METASPACE["first"]),
+    "metaspace never": lambda: bpe(METASPACE["never"]),
+    "llama2": lambda: bpe(None, LLAMA2),
+    "gemma": lambda: bpe(None, normalizers.Replace(" ", "▁")),
+    "unigram": unigram,
+    "wordpiece": word_pieces,
+    "words": words,
+}
+TOKENIZERS: dict[str, PreTrainedTokenizerFast] = {}
+
+
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    if kind not in TOKENIZERS:
+        made = PreTrainedTokenizerFast(tokenizer_object=KINDS[kind](), eos_token="</s>", unk_token="<unk>")
+        made.add_tokens(
+            [
+                AddedToken("<think>", normalized=False),
+                AddedToken("<pad>", special=True, lstrip=True, rstrip=True),
+                AddedToken("cat sat", single_word=True),
+            ]
+        )
+        TOKENIZERS[kind] = made
+    return TOKENIZERS[kind]
+
+
+PARTS = st.sampled_from(
+    [
+        "the",
+        " cat",
+        " the",
+        "The",
+        "'s",
+        "'ll",
+        " ",
+        "  ",
+        "   ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        "1",
+        "23",
+        "456",
+        "e",
+        "\u0301",
+        "é",
+        "漢字",
+        "。",
+        ", ",
+        ".",
+        ";;",
+        " — ",
+        "<think>",
+        "<pad>",
+        "</s>",
+        "cat sat",
+        " cat sat ",
+        "x" * 30,
+        "İ",
+        "ﬁ",
+        "\u0958",
+    ]
+)
+TEXTS = st.lists(PARTS, min_size=1, max_size=120).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("on_found", ["encode", "keep"])
+@settings(max_examples=40, deadline=None)
+@given(text=TEXTS, window=st.sampled_from([64, 100, 150, 1000]))
+@example(text="e\u0301e\u0301e\u0301 the \u0958 cat", window=1000)  # NFC keeps the number of bytes
+@example(text="e\u0301 the cat", window=1000)  # the same with a prefix
+@example(text="the <pad>", window=1000)  # a prefix, and a special token that absorbs a space
+def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, text: str, window: int) -> None:
+    tokenizer = tokenizer_of(kind)
+    whole = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=on_found == "encode"
+    )
+    windows = Windows(window, 40, 1 << 20)
+    (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows).encode([text])
+    chats = [RenderedTurns(each) for each in (text[::-1], "", text)]  # the characters are those of each alone
+    *_, chat = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats(chats)
+    if not isinstance(encoded, BadRecord):  # a tokenizer of words has </s> itself
+        assert encoded.ids.tolist() == whole["input_ids"]
+    if on_found == "keep":
+        assert chat.ids.tolist() == whole["input_ids"]
+        assert np.array_equal(
+            np.reshape(list(chat.offsets), (-1, 2))[:, 1], np.reshape(whole["offset_mapping"], (-1, 2))[:, 1]
+        )
+        own = TokenCharacters.from_spans(whole["offset_mapping"])
+        for place in range(len(text)):
+            assert chat.offsets.first_after(place) == own.first_after(place)
+            assert chat.offsets.first_from(place) == own.first_from(place)
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"strip"}))
+def test_a_window_is_all_that_is_tokenized_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_of(kind)
+    text = " ".join(f"the cat said {number}, and it'll say more" for number in range(1000))
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    encoder = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(2000, 400, 4000))
+    lengths: list[int] = []
+    call = type(tokenizer).__call__
+
+    def counted(tokenizer: Any, texts: list[str], **options: Any) -> Any:
+        lengths.extend(map(len, texts))
+        return call(tokenizer, texts, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    (encoded,) = encoder.encode([text])
+    assert encoded.ids.tolist() == whole
+    assert max(lengths) == 2000
+    assert sum(lengths) < 2.5 * len(text)
+
+
+def test_a_tokenizer_whose_tokens_span_spaces_takes_a_text_whole_or_refuses_it() -> None:
+    backend = bpe(None, normalizers.Replace(" ", "▁"), spans_spaces=True)
+    assert any("e▁" in token for token in backend.get_vocab())
+    text = "the cat " * 100
+    for tokenizer in (PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"), ByT5Tokenizer()):
+        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        short, long = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(64, 16, 1024)).encode(
+            [text, text * 2]
+        )
+        assert short.ids.tolist() == whole
+        assert long.reason == "too_long"
+        assert str(long).startswith("a text of more than 1,024 characters must have places where it can be cut")
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_tokenizers_own_tokens_stand_at_the_ends_of_the_whole_text(adds: bool) -> None:
+    tokenizer = deepcopy(tiny_tokenizer())
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        "<s> $A </s>", special_tokens=[("<s>", 3), ("</s>", 4)]
+    )
+    text = "the cat sat on the mat\n" * 20
+    encoder = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(64, 16))
+    (encoded,) = encoder.encode([text], add_special_tokens=adds)
+    assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=adds)["input_ids"]
+    assert (encoded.ids[0] == 3) == adds
+
+
+def test_names_of_special_tokens_are_counted_across_blocks_and_cuts() -> None:
+    tokenizer = tiny_tokenizer()
+    for shift in range(24):
+        text = "x" * shift + ("the cat <|im_end|> sat " * 40)
+        encoded, refused = (
+            TextEncoder(tokenizer, RecordOptions(how), windows=Windows(64, 16)).encode([text])[0]
+            for how in ("encode", "error")
+        )
+        assert encoded.special_tokens == 40
+        assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert refused.reason == "special_token"
+
+
+def test_a_long_chat_that_holds_special_tokens_is_cut_as_well() -> None:
+    content = "the <|im_end|> cat </s> sat " * 30
+    ids, mask, count = encoded_chat(TOKENIZER, chat_of("a", content), windows=Windows(100, 30))
+    turn = PLAIN.encode("assistant\n" + content).ids
+    line_end = PLAIN.encode("\n").ids
+    expected = [START, *PLAIN.encode("user\na").ids, END, *line_end, START, *turn, END, *line_end]
+    header = len(PLAIN.encode("assistant\n").ids)
+    assert ids == expected
+    assert sum(mask) == len(turn) - header + 1
+    assert count == 60
+
+
+def write_and_index(folder: Path, content: bytes, name: str = "a.txt", on_bad_record: str = "error") -> list[int]:
+    (folder / name).write_bytes(content)
+    files = find_source_files({"a": [str(folder / name)]})
+    options = TextOptions(on_bad_record=on_bad_record, add_eos=False)
+    write_text_indexes(files, TextRecordEncoder(options, tiny_tokenizer()), {"a": folder / "out"})
+    return TokenIndex(folder / "out").tokens(0).tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=TEXTS, block=st.integers(20, 60))
+def test_a_text_file_read_as_a_stream_is_the_document_of_its_text(
+    text: str, block: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("stream")
+    text = "the " + text
+    expected = (
+        TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([text.replace("\r\n", "\n")])[0].ids.tolist()
+    )
+    (folder / "a.txt").write_bytes(("\ufeff" + text).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "BLOCK", block)
+        (chunk,) = read_chunks(find_source_files({"a": [str(folder / "a.txt")]})[0])
+        ((_, record),) = chunk.records
+        (encoded,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode"), windows=Windows(64, 30)).encode(
+            [record if record.text is None else record.text]
+        )
+    assert encoded.ids.tolist() == expected
+
+
+def test_a_stream_that_cannot_be_used_is_told_as_a_short_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "BLOCK", 64)
+    for content, told in (
+        (b"the cat\n" * 100 + b"\xff", r"a\.txt: text must be UTF-8; byte 801 is not \(not_utf8"),
+        (b" \n" * 400, r"a\.txt: the text is empty \(empty"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            write_and_index(tmp_path, content)
+    (tmp_path / "a.txt").write_bytes(b"the cat\n" * 100)
+    file = TextFile(str(tmp_path / "a.txt"))
+    (tmp_path / "a.txt").unlink()
+    (gone,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([file])
+    assert str(gone) == f"{tmp_path}/a.txt: cannot be read: No such file or directory"

@@ -1,0 +1,1 @@
+"""Families of datasets: each opens its documents, and says how they are grouped into packs."""

@@ -1,0 +1,1 @@
+"""The packs of documents: their options, plan, facts and reports."""

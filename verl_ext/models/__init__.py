@@ -1,1 +1,0 @@
-"""The models of this project, from torch and transformers alone."""
