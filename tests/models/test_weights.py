@@ -17,6 +17,7 @@ from tests.lib.ranks import run_ranks
 from tests.lib.reference import Reference, documents_of_answers, load_eager
 from tests.lib.tiny_model import write_tiny_model
 from tests.lib.training import build, into, small_run
+from verl_ext.checkpoint.identity import BASE, weight_facts
 from verl_ext.config.check import read_hf_config
 from verl_ext.config.model_override import override as apply_override
 from verl_ext.config.weights import check_weights, digest_of_weights, weight_problems
@@ -218,6 +219,17 @@ def test_a_hub_model_has_the_identity_of_its_weights_and_each_machine_its_revisi
     alone = {commit: digest_of_weights(str(folder)) for commit, folder in snapshots.items()}
     assert json.loads(told) == {commit: [alone[commit], commit] for commit in snapshots}
     assert len({*alone.values(), "nothing"}) == 3
+
+
+def test_a_base_with_other_numbers_in_one_inner_tensor_is_another_base(tmp_path):
+    digests = []
+    for number in (0.0, 1e-3):
+        save_file(
+            {name: torch.full((40_000,), number * (name == "b")) for name in "abc"}, tmp_path / "model.safetensors"
+        )
+        digests.append(weight_facts(BASE, digest_of_weights(str(tmp_path))))
+    assert digests[0][BASE] == digests[1][BASE]  # which an earlier checkpoint has alone
+    assert digests[0] != digests[1]
 
 
 def _exit(options):

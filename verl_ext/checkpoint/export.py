@@ -25,7 +25,7 @@ from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_
 
 from verl_ext.checkpoint import layout
 from verl_ext.checkpoint.card import CARD, model_card
-from verl_ext.checkpoint.identity import BASE
+from verl_ext.checkpoint.identity import BASE, weight_facts
 from verl_ext.checkpoint.source import GENERATION, ExportFiles, plain_model
 from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
 from verl_ext.checkpoint.untrained import Untrained
@@ -348,11 +348,13 @@ def _base_model(base: str | None, manifest: layout.Manifest, trusted: bool, rows
     if not base:
         raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
     try:
-        trained, found = manifest.facts.get(BASE), digest_of_weights(base, "base")
+        facts = weight_facts(BASE, digest_of_weights(base, "base"))
     except OSError as error:  # of the Hub
         raise DataError(f"base must hold the weights that the adapters were trained on; got {base}: {error}") from error
-    if trained not in (None, found):
-        raise DataError(f"base must hold the weights that the adapters were trained on, {trained}; got {base}, {found}")
+    for name, found in facts.items():
+        if (trained := manifest.facts.get(name, found)) != found:
+            needed = f"base must hold the weights that the adapters were trained on, {trained}"
+            raise DataError(f"{needed}; got {base}, {found}")
     config = without_code(AutoConfig.from_pretrained(base, trust_remote_code=trusted), trusted)
     options = {"config": config, "dtype": torch.float32, "trust_remote_code": trusted}
     model = auto_class(config).from_pretrained(base, **options)

@@ -15,6 +15,7 @@ import torch
 from transformers import utils
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from verl_ext.cache import fingerprint
 from verl_ext.config.quantized import PlainHeaders, plain_headers, quantization_of
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.engines.lora import LoraOptions
@@ -24,6 +25,8 @@ from verl_ext.options import first_line, option, refuse, spell
 from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.tokens.new_tokens import NEW_SPECIAL_TOKENS, NEW_TOKENS
 
+TENSORS = "; tensors "  # between the digests of the files and of the tensors in them
+_SAMPLE = 256  # bytes that are read in two places of each tensor
 _NAMED = 3  # the number of weights that a line names
 _ENDINGS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
 _FILES = (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME)
@@ -250,14 +253,29 @@ def _ties_of_headers() -> Iterator[list[torch.Size]]:
 
 
 def digest_of_weights(path: str, key: str = "model.path") -> str:
-    """Describe the content of a folder's or Hub model's weights.
+    """Describe the content of a folder's or Hub model's weights, and samples of every tensor in safetensors files.
 
-    A Hub model is downloaded, and has the digest of a folder with the same files.
+    A Hub model is downloaded, and has the digest of a folder with the same files. The ends of the files alone do not
+    tell a base from the same one with an adapter merged into some of its layers.
     """
     if os.path.exists(path):
-        return folder_digest(path, _ENDINGS)
-    files = [Path(file) for file in weight_files(path, key)]
-    return files_digest(sorted(files), files[0].parent)
+        digest, files = folder_digest(path, _ENDINGS), sorted(Path(path).rglob("*.safetensors"))
+    else:
+        files = sorted(Path(file) for file in weight_files(path, key))
+        digest = files_digest(files, files[0].parent)
+    samples = [sample for file in files if file.suffix == ".safetensors" for sample in _samples_of_tensors(file)]
+    return f"{digest}{TENSORS}{fingerprint(*samples, digits=16)}" if samples else digest
+
+
+def _samples_of_tensors(file: Path) -> Iterator[bytes]:
+    """Yield the bytes at the beginning and in the middle of each tensor of a safetensors file."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        for entry in parse_json(opened.read(size).decode()).values():
+            first, last = entry.get("data_offsets", (0, 0))  # which the metadata lack
+            for begin in (first, (first + last) // 2):
+                opened.seek(8 + size + begin)
+                yield opened.read(min(_SAMPLE, last - begin))
 
 
 def revision(path: str) -> str:
