@@ -16,11 +16,11 @@ import difflib
 import functools
 import math
 import numbers
-import operator
 import os
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from operator import ge, gt, index, le
 from typing import Any, ClassVar, TypeVar
 
 MISSING = "???"  # Hydra's marker of a value that must be given
@@ -175,11 +175,7 @@ class Option:
             return must(key, f"be a list of {_KINDS[of][0].removeprefix('a ')}s", value)
         if kind not in (int, float):
             return None
-        bounds = (
-            ("at least", operator.ge, self.least),
-            ("above", operator.gt, self.above),
-            ("at most", operator.le, self.most),
-        )
+        bounds = (("at least", ge, self.least), ("above", gt, self.above), ("at most", le, self.most))
         for words, holds, bound in bounds:
             if bound is not None and not holds(value, bound):
                 return must(key, f"be {words} {spell(bound)}", value)
@@ -264,7 +260,7 @@ def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
 def whole_number(key: str, value: Any, least: int, most: int | None = None) -> int:
     """Return `value` as an int from `least` to `most`; else raise ValueError."""
     refuse([Option(key, int, False, least, least=least, most=most).problem(key, value)])
-    return operator.index(value)
+    return index(value)
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
