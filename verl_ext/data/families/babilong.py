@@ -313,7 +313,8 @@ class BABILongDataset(TextSet):
         elif node.get("max_length") is None:
             raise ValueError(must("data.max_length", "be given (tokens of a row)", "nothing"))
         if tokenizer is not None and tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer must have a pad_token or an eos_token to pad with; it has neither")
+            needed = "hold a tokenizer with a pad_token or an eos_token to pad with"
+            raise ValueError(must("model.path", needed, "one with neither"))
         super().__init__(path, tokenizer, max_length, config=node, **given)
 
     @property
