@@ -192,7 +192,7 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     if checkpointing and not getattr(model.cls, "supports_gradient_checkpointing", True):
         yield must("model.enable_gradient_checkpointing", f"be false for a {model.name}, which has none", True)
     if problem := experts_problem(model.module, config.model_options.experts):
-        yield f"{problem}; got {config.model_options.experts}"
+        yield problem
     if config.trainer.log_experts and (model.module is None or not any(expert_layers(model.module))):
         yield must("trainer.log_experts", f"be false for a {model.name}, which has no stacked experts", True)
     if config.parallel.expert_parallel > 1:
