@@ -319,8 +319,8 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def must(key: str, requirement: str, got: object) -> str:
-    """Word an error: `key must requirement; got value`."""
-    return f"{key} must {requirement}; got {spell(got)}"
+    """Word an error in one line: `key must requirement; got value`."""
+    return f"{key} must {requirement}; got {one_line(spell(got))}"
 
 
 def spell(value: object) -> str:

@@ -218,11 +218,8 @@ class BABILongEncoder(Encoder):
     def _last_tokens(self, size: int, encoding: Any, record: dict[str, Any], place: str) -> int:
         """Return how many of `size` tokens `truncate` keeps at the end."""
         if encoding is None:
-            limit, kind = self.prompt_tokens, type(self.tokenizer).__name__
-            raise UsageError(
-                f"prompts over {limit} tokens need a fast tokenizer (tokenizer.is_fast) to be cut; got {kind}, and "
-                f"{place} has {size}"
-            )
+            needed = f"hold a fast tokenizer, by which prompts over {self.prompt_tokens} tokens are cut"
+            raise UsageError(must("model.path", needed, f"{type(self.tokenizer).__name__}, and {place} has {size}"))
         special = encoding.special_tokens_mask
         leading, keep_from = special.index(0), size - special[::-1].index(0)
         if self.options.truncate == "context":

@@ -44,9 +44,9 @@ class NeedleOptions(Options):
         for length in self.lengths:
             if length < 1:
                 yield must("needle.lengths", "be at least 1 token", length)
-        given = [bool(self.text), bool(self.question), bool(self.expected) and all(self.expected)]
-        if any(given) and not all(given):
-            yield "needle.text, needle.question and needle.expected must be given together, or none of them"
+        given = [name for name in ("text", "question", "expected") if all(getattr(self, name) or [""])]
+        if len(given) in (1, 2):
+            yield must("needle", "have text, question and expected, or none of them", " and ".join(given))
 
     @property
     def published(self) -> "NeedleOptions":
