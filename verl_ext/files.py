@@ -262,7 +262,8 @@ def output_problems(
     if overwrite and any(output.resolve() in (path, *path.parents) for path in kept_paths):
         return [must("output_dir", f"not hold {kept} or the working folder", output_dir)]
     if is_full and not (output / marker).is_file():
-        return [must("output_dir", "be of this command to be replaced", f"{output_dir}, which holds other files")]
+        needed = "be a folder that this command wrote, to be replaced"
+        return [must("output_dir", needed, f"{output_dir}, which holds other files")]
     return []
 
 

@@ -197,7 +197,7 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # an unpickler may raise any error
         raise ValueError(must(f"{path}", "be the metadata of torch.distributed.checkpoint", "another file")) from error
     if not is_sound:
-        raise ValueError(must(f"{path}", "be of tensors in files beside it", "the metadata of something else"))
+        raise ValueError(must(f"{path}", "be the metadata of tensors in files beside it", "that of something else"))
     return metadata
 
 

@@ -42,7 +42,8 @@ class IndexOptions(TextOptions, SourceOptions):
         output = Path(self.output_dir)
         # A tokenized dataset has a report.json too.
         if not problems and output.is_dir() and any(output.iterdir()) and not any(output.glob("*.idx")):
-            yield must("output_dir", "be of this command to be replaced", f"{output}, which holds other files")
+            needed = "be a folder that this command wrote, to be replaced"
+            yield must("output_dir", needed, f"{output}, which holds other files")
         yield from self.model.tokenizer_problems()
         yield from super().problems()
 

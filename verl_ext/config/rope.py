@@ -36,7 +36,7 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
     others, old = dict(values), hf_config.rope_parameters
     named = {name: others.pop(name) for name in _NAMES if name in others}
     if len(named) > 1 and named["rope_scaling"] != named["rope_parameters"]:
-        raise ValueError(must(option, "have rope_scaling or rope_parameters, which are one", named))
+        raise ValueError(must(option, "have one of rope_scaling and rope_parameters, which are the same", named))
     beside = {name: others.pop(name) for name in _BESIDE if name in others and name in {"rope_theta", *old}}
     if not named and not beside:
         return others

@@ -39,7 +39,7 @@ def shared_experts_problems(config: "RunConfig", model: Architecture) -> Iterato
     shards = of_shards // ranks
     cut = [weight for layer in layers if cut_dim(layer.num_experts // ranks, shards) for weight in layer.parameters()]
     if uneven := [weight.shape[1] for weight in cut if weight.shape[1] % shards]:
-        needed = f"leave at most as many ranks with the same experts as divide them or their {uneven[0]} rows"
+        needed = f"leave a number of ranks with the same experts that divides these or their {uneven[0]} rows"
         yield must(EP, needed, f"{ranks} of {of_shards} ranks")
     elif cut and own_optimizer(config.optim) is MuonAdamW:
         shared = f"{layers[0].num_experts // ranks} experts ({EP}={ranks} of {of_shards} ranks)"

@@ -136,7 +136,9 @@ def rate_problems(module: nn.Module, rates: Mapping[str, float]) -> Iterator[str
     for names in trained:
         asked = [name for name in names if any(is_named(name, pattern) for pattern in rates)]
         if len({_factor([name], rates) for name in asked}) > 1:
-            yield must("optim.lr_of", f"give {' and '.join(asked)}, which are one tied weight, one factor", dict(rates))
+            yield must(
+                "optim.lr_of", f"give {' and '.join(asked)}, which are one tied weight, the same factor", dict(rates)
+            )
 
 
 def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> str | None:

@@ -307,7 +307,7 @@ class Client:
         if status == 404:
             hint = nearest_hint(str(options.model), [name for name in self.models or () if name != options.model])
             got = f"{options.model}{hint} at {options.base_url}: {line}"
-            raise UsageError(must(f"{options.prefix}.model", "be a model of the server, base_url its /v1", got))
+            raise UsageError(must(f"{options.prefix}.model", "be a model of the server, and base_url its /v1", got))
         if status == 413 or (status in (400, 422) and _TOO_LONG.search(message) and not _BAD_FIELD.search(message)):
             return Answer(TOO_LONG, reason=line)
         return Answer(FAILED, reason=line)

@@ -66,7 +66,7 @@ class ShowRunOptions(Options):
         if self.step == 0 and not self.answers:
             yield must("step", "be at least 1 without answers", 0)
         if self.step is not None and not self.answers and len(self.paths) > 1:
-            yield must("step", "be of one run", ", ".join(self.paths))
+            yield must("step", "be given for one run alone", ", ".join(self.paths))
 
 
 def show_runs(options: ShowRunOptions) -> str:

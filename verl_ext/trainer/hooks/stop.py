@@ -75,7 +75,7 @@ class WatchedHook(Hook):
             if whole not in metrics:
                 continue  # not of this measurement
             if best.metric not in metrics:
-                raise Ending(must(key, "name a metric that is measured", f"{best.metric}, not so at step {step}"))
+                raise Ending(must(key, "name a metric that is measured", f"{best.metric}, which step {step} lacks"))
             value = torch.tensor(metrics[best.metric], dtype=torch.float64)
             dist.broadcast(value, src=0, group=self.trainer.hosts)
             if step:
