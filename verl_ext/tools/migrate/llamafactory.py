@@ -186,7 +186,7 @@ def _dataset_info(place: str, folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} must be JSON: {error}") from error
     if not isinstance(info, dict) or not all(isinstance(entry, dict) for entry in info.values()):
-        raise DataError(must(path, "map names of datasets to their descriptions", "another form"))
+        raise DataError(must(f"{path}", "map names of datasets to their descriptions", "another form"))
     return info
 
 
