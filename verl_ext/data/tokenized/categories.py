@@ -128,7 +128,7 @@ def read_names(names: Any, source: str) -> dict[int, str]:
         if number in numbered:
             raise ValueError(must(source, "name each category once", f"{text!r} twice"))
         if not isinstance(name, str) or not name.strip():
-            raise ValueError(must(source, f"give category {text} a name", name))
+            raise ValueError(must(source, f"give category {text} a name", repr(name)))
         numbered[number] = name
     return _distinct(numbered, source)
 
