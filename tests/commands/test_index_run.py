@@ -208,7 +208,7 @@ def test_only_a_folder_of_this_command_is_replaced(tmp_path: Path, model: Path) 
     assert names(output) == ["b.bin", "b.idx", "report.json"]
     assert documents(output / "b") == expected(["sat"])
     (output / "b.idx").unlink()  # now it looks like a tokenized dataset, whose report has the same name
-    with pytest.raises(UsageError, match="output_dir must be of this command to be replaced"):
+    with pytest.raises(UsageError, match="output_dir must be a folder that this command wrote"):
         index({"a": source}, output, model, "overwrite=true")
 
 

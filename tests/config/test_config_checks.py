@@ -119,9 +119,9 @@ def test_what_overrides_a_models_config_is_what_is_checked_and_trained(good):
         ({"rope_thetta": 5}, "rope_thetta of Qwen3Config; nearest: model.override_config.rope_theta"),
         ({"hidden_sizes": 5}, "hidden_sizes of Qwen3Config; nearest: model.override_config.hidden_size"),
         ({"output_router_logits": True}, "unknown key model.override_config.output_router_logits of Qwen3Config"),
-        ({"max_position_embeddings": "many"}, "model.override_config.max_position_embeddings must be one of a Qwen3Co"),
+        ({"max_position_embeddings": "many"}, "config.max_position_embeddings must fit a Qwen3Config; got many"),
         ({"hidden_act": "foo"}, "must give a config that Qwen3ForCausalLM takes; got KeyError: 'foo'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "model.override_config.rope_parameters must be one of a Qwen3Config"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "model.override_config.rope_parameters must fit a Qwen3Config; got"),
     ],
 )
 def test_an_override_that_a_model_cannot_have_is_told_in_one_line(good, values, line):
@@ -206,7 +206,7 @@ MISTAKES = [  # overrides of a good config, with its ranks and its accelerator; 
     ("optim.lr_wsd_decay_steps=5", "optim.lr_wsd_decay_steps needs optim.lr_scheduler_type=wsd; got 5"),
     ("optim.lr_scheduler_type=cosine_with_restarts", "optim.num_cycles must be a whole number from 1 with optim.lr_s"),
     ("optim.lr_scheduler_type=wsd optim.num_cycles=2", "must be 0.5 with optim.lr_scheduler_type=wsd; got 2"),
-    ("trainer.device=auto accelerator=npu", "NPUs are not supported: trainer.device must be cuda or cpu"),
+    ("trainer.device=auto accelerator=npu", "trainer.device must be cuda or cpu, on a machine that shows no NPU"),
     ("trainer.device=cuda", "(trainer.device=cuda) needs a GPU; none is visible; use parallel=cpu"),
     ("accelerator=cuda", "start it with CUDA_VISIBLE_DEVICES="),
     ("trainer.resume_from_path=/no/such", "trainer.resume_from_path must be an existing global_step_N"),

@@ -281,7 +281,7 @@ def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(open
     rows = [dataset[0]["input_ids"] for dataset in (opened([record(1)], Slow()), opened([record(1)]))]
     assert torch.equal(*rows)
     with pytest.raises(
-        ValueError, match=r"^prompts over 24 tokens need a fast tokenizer [^\n]* got Slow, and \S+1k.json:1 has"
+        ValueError, match=r"^model\.path must hold a fast tokenizer, [^\n]* got Slow, and \S+1k.json:1 has"
     ):
         opened([record(9)], Slow(), max_length=32)
     named = {**record(1), "question": "What is <pad>?"}

@@ -110,7 +110,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path):
     assert "BABILongDataset must be given a tokenizer" in refusal(tmp_path, path, tokenizer=None)
     bare = byte_tokenizer()
     bare.pad_token = bare.eos_token = None
-    assert "must have a pad_token or an eos_token" in refusal(tmp_path, path, tokenizer=bare)
+    assert "model.path must hold a tokenizer with a pad_token" in refusal(tmp_path, path, tokenizer=bare)
     bare.pad_token = "<pad>"
     assert "data.append_eos=true needs a tokenizer with an eos_token" in refusal(
         tmp_path, path, tokenizer=bare, append_eos=True

@@ -73,7 +73,7 @@ def test_a_source_draws_from_its_own_folder_or_from_train_dir(folders, mixture):
 def test_train_dir_is_not_needed_where_every_source_has_its_own(folders):
     mixture = {"sources": {"one": {"weight": 1, "train_dir": folders[1]}}}
     assert SFTDataSet(None, 50, mixture=mixture).folders == (folders[1],)
-    with pytest.raises(ValueError, match=r"data.train_dir must name a tokenized dataset folder; got None"):
+    with pytest.raises(ValueError, match=r"data.train_dir must name a tokenized dataset folder; got null"):
         SFTDataSet(None, 50, mixture={"sources": {"one": {"weight": 1}}})
     assert SFTDataSet("/no/such", 50, mixture=mixture).folders == (folders[1],)  # nothing draws from it
     missing = {"sources": {"one": {"weight": 1, "train_dir": "/no/such"}}}

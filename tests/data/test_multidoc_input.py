@@ -102,7 +102,7 @@ def test_a_corpus_shorter_than_one_sample(sampling, prefix, refused):
 
 def test_paths_that_hold_nothing(tmp_path, refused):
     refused(str(tmp_path / "absent"), r"data\.train_dir must name files that exist; .*absent does not exist")
-    refused(None, r"data\.train_dir must name texts or an index .*; got None")
+    refused(None, r"data\.train_dir must name texts or an index .*; got null")
     refused([], r"data\.train_dir must name texts or an index .*; got \[\]")
     refused(str(tmp_path / "*.txt"), r"data\.train_dir must name files that exist; .* matches no file")
     refused(str(tmp_path / "absent.idx"), r"data\.train_dir must name a corpus in Megatron's indexed form")

@@ -210,7 +210,7 @@ def test_a_tokenizer_must_be_given_and_have_an_eos(tmp_path, refusal):
     assert refusal(path, None) == "PreTrainDataset must be given a tokenizer (model.path's); got nothing"
     bare = word_tokenizer()
     bare.eos_token = None
-    assert refusal(path, bare).startswith("the tokenizer must have an eos_token")
+    assert refusal(path, bare).startswith("model.path must hold a tokenizer with an eos_token")
 
 
 def test_a_tokenizer_of_a_later_version_is_told_in_one_line_by_the_trainer(tmp_path):

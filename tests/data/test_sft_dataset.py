@@ -255,7 +255,7 @@ def test_split_documents_keep_every_token_and_restart_positions(over_length):
         ({"max_tokens": None}, "data.max_tokens must be given"),
         ({"pad_mode": "right", "padding_value": None}, "padding_value .* must be a whole number; got null"),
         ({"parquet_files": "x"}, "data.train_dir must be given once"),
-        ({"train_dir": None}, "data.train_dir must name a tokenized dataset folder; got None"),
+        ({"train_dir": None}, "data.train_dir must name a tokenized dataset folder; got null"),
         ({"train_dir": []}, "data.train_dir must name a tokenized dataset folder; got "),
     ],
 )

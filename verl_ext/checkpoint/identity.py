@@ -20,7 +20,7 @@ from verl_ext.data.packs.options import DataOptions
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import OptimOptions
 from verl_ext.environment import UNKNOWN
-from verl_ext.options import Options, nearest_hint, options_of, spell
+from verl_ext.options import Options, must, nearest_hint, options_of, spell
 
 # The keys of a model's config.json that do not change its weights.
 _FREE_MODEL_KEYS = (
@@ -137,7 +137,7 @@ def resumed_grouping(data: Mapping[str, Any], own: dict[str, Any], saved: Mappin
         return own
     grouping = saved.get("grouping", own)
     if not _is_like(grouping, own):
-        raise ValueError(f"a checkpoint must say how its packs are grouped; got grouping={spell(grouping)}")
+        raise ValueError(must("a checkpoint", "say how its packs are grouped", f"grouping={spell(grouping)}"))
     return grouping
 
 
@@ -172,8 +172,7 @@ class Identity:
         for name in self.allowed:
             if name not in names:
                 hint = nearest_hint(name, names) or f", not among {', '.join(sorted(set(names)))}"
-                must = "trainer.allow_resume_mismatch must name what a checkpoint remembers"
-                raise ValueError(f"{must}; got {name}{hint}")
+                raise ValueError(must("trainer.allow_resume_mismatch", "name what a checkpoint remembers", name) + hint)
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare this run with the facts of a checkpoint.

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from verl.trainer.config import CheckpointConfig
 
-from verl_ext.options import Options, option, spell
+from verl_ext.options import Options, must, option, spell
 
 _OF_A_BIN = r"(_\d+_(\d+|inf))?"
 # The metrics of which more is better.
@@ -29,7 +29,7 @@ def _metric_problem(key: str, metric: str | None) -> str | None:
     """Return a line if a metric is not one of validation; which of these a run has is known with its data."""
     if metric is None or re.fullmatch("val/.+", metric):
         return None
-    return f"{key} must be a metric of validation, such as val/loss or val/CATEGORY_loss; got {spell(metric)}"
+    return must(key, "be a metric of validation, such as val/loss or val/CATEGORY_loss", metric)
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the checkpoint node

@@ -31,7 +31,7 @@ from verl_ext.data.packs.options import DataOptions, DatasetOptions
 from verl_ext.engines.schedule import OptimOptions, StepOptimizerConfig
 from verl_ext.losses import LossOptions, PreferenceOptions, ReferenceOptions
 from verl_ext.metrics import LengthBins
-from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
+from verl_ext.options import Options, choice_problem, must, option, plain, refuse
 from verl_ext.parallel.shards import ParallelOptions
 
 AFTER_EACH_EPOCH = "after_each_epoch"
@@ -132,17 +132,16 @@ class TrainerOptions(Options):
             value = getattr(self, name)
             kinds = {type(every) for every in frequencies(value) if every != AFTER_EACH_EPOCH}
             if not frequencies(value) or kinds - {int}:
-                must = f"trainer.{name} must be a whole number of steps or {AFTER_EACH_EPOCH}, or a list of both"
-                yield f"{must}; got {spell(value)}"
+                needed = f"be a whole number of steps or {AFTER_EACH_EPOCH}, or a list of both"
+                yield must(f"trainer.{name}", needed, value)
         interval = self.profile_interval
         is_pair = isinstance(interval, list) and len(interval) == 2 and all(isinstance(step, int) for step in interval)
         if not is_pair or interval[0] > interval[1] or interval[0] < 0 <= interval[1]:
-            must = "trainer.profile_interval must be [first step, last step], or [-1, -1] for none"
-            yield f"{must}; got {spell(interval)}"
+            yield must("trainer.profile_interval", "be [first step, last step], or [-1, -1] for none", interval)
         edges = self.length_bins
         if any(type(edge) is not int for edge in edges) or any(low >= high for low, high in pairwise((0, *edges))):
-            must = "trainer.length_bins must be ascending whole numbers of tokens above 0, e.g. [2048, 8192]"
-            yield f"{must}; got {spell(edges)}"
+            needed = "be ascending whole numbers of tokens above 0, e.g. [2048, 8192]"
+            yield must("trainer.length_bins", needed, edges)
         yield from _logger_problems(self.logger)
 
     @property
@@ -371,7 +370,7 @@ def dataset_class(config: Any) -> type[PackDataset]:
         if is_collated(named):
             return CollatedDataset
         known = "a subclass of verl_ext.data.PackDataset, or a class with __len__, __getitem__ and a collate_fn"
-        raise ValueError(f"data.custom_cls.name must name {known}; got {name} of {path}")
+        raise ValueError(must("data.custom_cls.name", f"name {known}", f"{name} of {path}"))
     if lacking := sorted(named.__abstractmethods__):
         members = f"all members of {PackDataset.__name__}"
         raise ValueError(f"data.custom_cls.name must be a class with {members}; {name} lacks {', '.join(lacking)}")
@@ -383,7 +382,7 @@ def _logger_problems(logger: object) -> Iterable[str | None]:
 
     names = [logger] if isinstance(logger, str) else logger
     if not isinstance(names, (list, tuple)) or not names:
-        yield f"trainer.logger must be a list of loggers, e.g. [console]; got {spell(logger)}"
+        yield must("trainer.logger", "be a list of loggers, e.g. [console]", logger)
         return
     for name in names:
         yield choice_problem("trainer.logger", name, Tracking.supported_backend)

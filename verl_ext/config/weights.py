@@ -21,7 +21,7 @@ from verl_ext.engines.activations import ActivationOptions
 from verl_ext.engines.lora import LoraOptions
 from verl_ext.environment import UNKNOWN, files_digest, folder_digest
 from verl_ext.layers.towers import FreezeOptions, outside_text
-from verl_ext.options import first_line, option, refuse, spell
+from verl_ext.options import first_line, must, option, refuse, spell
 from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.tokens.new_tokens import NEW_SPECIAL_TOKENS, NEW_TOKENS
 
@@ -68,7 +68,7 @@ def weight_problems(folder: str, key: str = "model.path") -> list[str]:
 
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files and not any(any(Path(folder).glob(kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
-        return [f"{key} must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
+        return [must(key, "hold weights (*.safetensors or pytorch_model*.bin)", folder)]
     if problem := _index_problem(Path(folder), key) or _adapter_problem(folder, key):
         return [problem]
     for file in files:
@@ -76,7 +76,7 @@ def weight_problems(folder: str, key: str = "model.path") -> list[str]:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            return [f"{key} must hold weights that can be read; got {file}: {error}"]
+            return [must(key, "hold weights that can be read", f"{file}: {error}")]
     return []
 
 
@@ -84,10 +84,8 @@ def _adapter_problem(path: str, key: str = "model.path") -> str | None:
     """Return a line if an adapter is there, which transformers would load."""
     if not utils.hub.has_file(path, ADAPTER_CONFIG_NAME):
         return None
-    return (
-        f"{key} must hold a model without an adapter; got {path}, which has adapter_config.json "
-        "(model.lora_adapter_path names an adapter)"
-    )
+    got = f"{path}, which has adapter_config.json (model.lora_adapter_path names an adapter)"
+    return must(key, "hold a model without an adapter", got)
 
 
 def _index_problem(folder: Path, key: str) -> str | None:
@@ -97,7 +95,7 @@ def _index_problem(folder: Path, key: str) -> str | None:
             names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
             inside = all(Path(name).name == name for name in names)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return f"{key} must hold an index of its weights that can be read; got {index}: {first_line(error)}"
+            return must(key, "hold an index of its weights that can be read", f"{index}: {first_line(error)}")
         if not inside:
             return f"{key} must hold the weights that its index names; {index} names files of other folders"
     return None
@@ -226,7 +224,7 @@ def _load_headers(model_class: Any, hf_config: Any, tensors: Mapping[str, torch.
     new = set(filter(may_lack.search, missing))
     if new == set(filter(may_lack.search, model.state_dict())):
         missing -= new
-    reshaped = {f"{name} {list(has)} for {list(must)}" for name, has, must in found["mismatched_keys"]}
+    reshaped = {f"{name} {list(has)} for {list(needs)}" for name, has, needs in found["mismatched_keys"]}
     # On the meta device, transformers 5.24 leaves two tensors apart instead of comparing them.
     tied = model.all_tied_weights_keys
     if not compared and all(model.get_parameter(one) is model.get_parameter(other) for one, other in tied.items()):
@@ -295,7 +293,7 @@ def headers(path: str, key: str, names: Sequence[str] = _FILES) -> dict[str, Any
         try:
             state |= load_state_dict(file, map_location="meta")
         except Exception as error:  # a pickle may raise any error
-            raise ValueError(f"{key} must hold weights that can be read; got {file}: {first_line(error)}") from error
+            raise ValueError(must(key, "hold weights that can be read", f"{file}: {first_line(error)}")) from error
     return state
 
 
@@ -306,7 +304,7 @@ def weight_files(path: str, key: str = "model.path", names: Sequence[str] = _FIL
             file = utils.cached_file(path, name)
             assert file is not None, "has_file says that it is there"
             return utils.hub.get_checkpoint_shard_files(path, file)[0] if name.endswith(".index.json") else [file]
-    raise ValueError(f"{key} must hold {' or '.join(names)}; got {path}")
+    raise ValueError(must(key, f"hold {' or '.join(names)}", path))
 
 
 def counted_names(names: Iterable[str]) -> str:
