@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from logging import WARNING, LogRecord, getLogger
 from pathlib import Path
@@ -133,30 +133,30 @@ def check_weights(
     quantized = plain_headers(stored, quantization_of(hf_config)) or PlainHeaders(stored)
     if quantized.tensors is not stored:
         del hf_config.quantization_config
-    found = _load_headers(model_class, hf_config, quantized.tensors)
-    notices, problems = [], []
-    if found.left_out:
-        left_out = counted_names(found.left_out)
-        notices.append(f"{key} also holds {left_out}: a {model_class.__name__} leaves them out, untrained")
-    if found.tied:
-        ties = ", ".join(f"{target} and {source}" for target, source in found.tied.items())
+    model, found = _load_headers(model_class, hf_config, quantized.tensors)
+    notices, problems, missing = [], [], set(found["missing_keys"])
+    if left_out := found["left_out"]:
         notices.append(
-            f"{key} holds {ties}, which its config ties: equal weights are trained as one, others separately"
+            f"{key} also holds {counted_names(left_out)}: a {model_class.__name__} leaves them out, untrained"
         )
+    if ties := ", ".join(f"{target} and {source}" for target, source in found["tied"].items()):
+        notices.append(f"{key} holds {ties}, which its config ties: equal ones are trained as one, others separately")
     # A difference is an error unless the user lists it as intended.
     for has, names, then in (
-        ("lacks", found.missing, "begin random"),
-        ("also holds", found.unexpected, "are left out"),
-        ("holds other shapes of", {*found.reshaped, *quantized.reshaped}, ""),
-        ("holds a part of", found.torn, ""),
-        ("lacks the scales", set(quantized.lacking), ""),
+        ("lacks", missing, "begin random"),
+        ("also holds", found["unexpected_keys"], "are left out"),
+        ("holds other shapes of", [*found["reshaped"], *quantized.reshaped], ""),
+        ("holds a part of", found["torn"], ""),
+        ("lacks the scales", quantized.lacking, ""),
     ):
         passed = {name for name in names if then and any(fnmatchcase(name, glob) for glob in allowed)}
         if passed:
             notices.append(f"{_OPTION}: {counted_names(passed)} of {key} {then}")
-        if rest := names - passed:
-            if rest == found.missing:
-                rest = found.whole_parts(rest)
+        if rest := set(names) - passed:
+            # A part that is missing as a whole is one word, not a hundred names.
+            for part in outside_text(model) if rest == missing else ():
+                inside = {name for name in model.state_dict() if name.startswith(f"{part}.")}
+                rest = rest - inside | {f"{part}.*"} if inside and inside <= rest else rest
             how = f" with model.override_config={spell(override)}" if override else ""
             hint = f"; {_OPTION}=[{min(rest)}] names those that may {then.replace('are', 'be')}" if then else ""
             problems.append(
@@ -167,32 +167,12 @@ def check_weights(
     return notices
 
 
-@dataclass
-class _HeaderLoad:
-    """How the headers of a folder differ from a class's model, by names of tensors.
+def _load_headers(model_class: Any, hf_config: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    """Let transformers load headers on the meta device; return the model, and what they lack or have beside it.
 
-    left_out: those that the class ignores. torn: those of which a part is there. tied: names that the config ties and
-    the folder has both, {target: source}.
+    The second is its loading info, with names that are `reshaped`, `torn` (only parts are there, and no model is made),
+    `left_out` by the class, and `tied` by the config.
     """
-
-    model: Any = None  # None where a tensor is torn, which ends the load
-    missing: set[str] = field(default_factory=set)
-    unexpected: set[str] = field(default_factory=set)
-    reshaped: set[str] = field(default_factory=set)
-    torn: set[str] = field(default_factory=set)
-    left_out: set[str] = field(default_factory=set)
-    tied: Mapping[str, str] = field(default_factory=dict)
-
-    def whole_parts(self, names: set[str]) -> set[str]:
-        """Return the names with one glob for each part of the model that is missing as a whole."""
-        for part in outside_text(self.model):
-            inside = {name for name in self.model.state_dict() if name.startswith(f"{part}.")}
-            names = names - inside | {f"{part}.*"} if inside and inside <= names else names
-        return names
-
-
-def _load_headers(model_class: Any, hf_config: Any, tensors: Mapping[str, torch.Tensor]) -> _HeaderLoad:
-    """Let transformers load headers into a class's model on the meta device, and return the differences."""
     # The class would hide weights that it may lack, of which some without others are a mistake.
     may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
     # Its module tells transformers 5.24 that it is not custom code, whose names are not renamed.
@@ -218,18 +198,18 @@ def _load_headers(model_class: Any, hf_config: Any, tensors: Mapping[str, torch.
             )
         except RuntimeError as error:  # e.g. an expert without up_proj; the report names the tensor
             torn = re.findall(r"^(\S+) +\|.*CONVERSION", "\n".join(reports), flags=re.MULTILINE)
-            return _HeaderLoad(torn=set(torn or [first_line(error)]), left_out=left_out)
+            none = dict.fromkeys(("missing_keys", "unexpected_keys", "reshaped", "left_out"), ())
+            return None, {**none, "tied": {}, "torn": torn or [first_line(error)]}
     # All of them missing is a plain model, whose memory begins new.
-    missing = set(found["missing_keys"])
-    new = set(filter(may_lack.search, missing))
+    new = set(filter(may_lack.search, found["missing_keys"]))
     if new == set(filter(may_lack.search, model.state_dict())):
-        missing -= new
-    reshaped = {f"{name} {list(has)} for {list(needs)}" for name, has, needs in found["mismatched_keys"]}
-    # On the meta device, transformers 5.24 leaves two tensors apart instead of comparing them.
+        found["missing_keys"] -= new
+    reshaped = [f"{name} {list(has)} for {list(needs)}" for name, has, needs in found["mismatched_keys"]]
+    # On the meta device, transformers 5.24 leaves two tensors as they are instead of comparing them.
     tied = model.all_tied_weights_keys
     if not compared and all(model.get_parameter(one) is model.get_parameter(other) for one, other in tied.items()):
         tied = {}
-    return _HeaderLoad(model, missing, set(found["unexpected_keys"]), reshaped, left_out=left_out, tied=tied)
+    return model, {**found, "reshaped": reshaped, "torn": (), "left_out": left_out, "tied": tied}
 
 
 @contextmanager
