@@ -4,6 +4,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -251,7 +252,10 @@ def _merge_problems(config: "RunConfig", model: Architecture, lora: Any) -> Iter
         for name, value in given_settings(config.model_options).items():
             if name in str(error):  # of the experts among all-linear
                 key, got = f"model.{name}", spell(value)
-        yield must(key, f"be adapters that a {model.name} can have", f"{got} ({first_line(error)})")
+        needed = f"be adapters that a {model.name} can have"
+        if any("bnb" in frame.name or "bitsandbytes" in frame.filename for frame in extract_tb(error.__traceback__)):
+            needed = "be applied by a PEFT whose bitsandbytes can be imported (reinstall or uninstall it)"
+        yield must(key, needed, f"{got} ({first_line(error)})")
         return
     if other := set(expected) ^ set(adapted_parts(adapted)):
         yield must(key, "be names that PEFT adapts as they are written", f"{got} ({counted_parts(other)} differ)")

@@ -38,9 +38,7 @@ class BestOptions(Options):
 
     prefix: ClassVar[str] = "checkpoint"
 
-    save_lora_only: bool = option(
-        True, "true: a checkpoint of a run with adapters holds what is trained alone, false: the frozen base too"
-    )
+    save_lora_only: bool = option(True, "true: checkpoints hold only what is trained, false: the frozen base too")
     keep_best: str | None = option(
         None,
         "metric of validation or answers whose best step is saved at once, kept beyond trainer.max_ckpt_to_keep and "
@@ -64,9 +62,7 @@ class EarlyStopOptions(Options):
 
     prefix: ClassVar[str] = "trainer.early_stop"
 
-    metric: str | None = option(
-        None, "metric, as in checkpoint.keep_best, that must go on improving; null: train to the last step"
-    )
+    metric: str | None = option(None, "metric that must improve, as for keep_best; null: train to the last step")
     patience: int = option(3, "measurements in a row without an improvement, after which the run ends", least=1)
     least: float = option(0.0, "change that an improvement must exceed", least=0)
 

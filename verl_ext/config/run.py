@@ -50,41 +50,31 @@ class TrainerOptions(Options):
     default_local_dir: str = option(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of the run's files", required=True
     )
-    default_hdfs_dir: str | None = option(
-        None, "folder or URL (hdfs://, s3://) that also gets each checkpoint, as global_step_N"
-    )
+    default_hdfs_dir: str | None = option(None, "folder or URL (hdfs://, s3://) that also gets each global_step_N")
     project_name: str = option("verl_ext", "project name for trackers")
     experiment_name: str = option("sft", "experiment name for trackers")
     logger: Any = option(["console"], "trackers: console, file, wandb, swanlab, tensorboard or another of verl's")
-    total_epochs: int | None = option(
-        None, "passes over the training data; null: 1, or as many as total_training_steps needs", least=1
-    )
+    total_epochs: int | None = option(None, "passes over the data; null: 1, or those of total_training_steps", least=1)
     total_training_steps: int | None = option(
         None, "number of steps, at most those of total_epochs if that is given; null: those of total_epochs", least=1
     )
     seed: int = option(1, "seed of dropout and of new adapters", least=0, most=2**63 - 1, resume="same")
-    save_freq: Any = option(
-        -1, f"steps between checkpoints, {AFTER_EACH_EPOCH}, or a list of both; 0, -1: only at the end"
-    )
-    test_freq: Any = option(
-        -1, f"steps between validations, {AFTER_EACH_EPOCH}, or a list of both; 0, -1: only at the end"
-    )
+    save_freq: Any = option(-1, f"steps between checkpoints, {AFTER_EACH_EPOCH}, or a list; 0, -1: only at the end")
+    test_freq: Any = option(-1, f"steps between validations, {AFTER_EACH_EPOCH}, or a list; 0, -1: only at the end")
     saves_per_epoch: int | None = option(
-        None, "checkpoints an epoch at equal distances, beside those of save_freq; null: none", least=1
+        None, "checkpoints an epoch, evenly spaced, with save_freq; null: none", least=1
     )
     tests_per_epoch: int | None = option(
-        None, "validations an epoch at equal distances, beside those of test_freq; null: none", least=1
+        None, "validations an epoch, evenly spaced, with test_freq; null: none", least=1
     )
     early_stop: EarlyStopOptions = option(EarlyStopOptions, "an end before the last step")
-    val_before_train: bool = option(
-        True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a new run"
-    )
+    val_before_train: bool = option(True, "true: validate and answer eval.prompts before step 1 of a new run")
     length_bins: list[int] = option(
         [], "ascending document lengths in tokens, between which validation's loss and answers have a mean of their own"
     )
     max_ckpt_to_keep: int | None = option(None, "number of checkpoints to keep; null: all", least=1)
     resume_mode: str = option(
-        "auto", "auto: resume from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
+        "auto", "auto: from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
     )
     resume_from_path: str | None = option(None, "a global_step_N folder to resume from")
     allow_resume_mismatch: list[str] = option([], "config keys that may differ from the resumed run's")
@@ -94,9 +84,7 @@ class TrainerOptions(Options):
     profile_interval: Any = option([-1, -1], "[first step, last step] that verl's profiler records; [-1, -1]: none")
     device: str = option("auto", "auto: a GPU if one is visible", choices=("auto", "cpu", "cuda"))
     log_freq: int = option(1, "steps between logged metrics", least=1)
-    log_experts: bool = option(
-        False, "true: write the share of each expert in each layer's choices into experts.jsonl, as often as metrics"
-    )
+    log_experts: bool = option(False, "true: write each expert's share of its layer's choices into experts.jsonl")
     log_every_batches: int | None = option(None, "a rank's micro-batches between logs, in place of log_freq", least=1)
     gpu_peak_tflops: float | None = option(
         None, "peak TFLOP/s of a GPU, for perf/mfu; null: from the GPU's name; no perf/mfu if it is unknown", above=0
