@@ -181,7 +181,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UsageError(f"{file} must be YAML: {first_line(error)}") from None
     if not isinstance(values, dict):
-        got = type(loaded).__name__ if loaded else "nothing"
+        got = loaded or "nothing"
         raise UsageError(must(f"{file}", "map keys to values, such as 'nproc: 8'", got))
     for node in _NODES:
         if isinstance(values.get(node), list):
