@@ -249,7 +249,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(runs, tmp_path, capsys):
     base.rename(base.with_suffix(".away"))  # so that adapter_config.json names nothing that is there
     try:
         assert main([alone, f"output_dir={tmp_path / 'out'}"]) == 1
-        assert names(capsys.readouterr().err, "base", None)
+        assert names(capsys.readouterr().err, "error: base", "adapters")
     finally:
         base.with_suffix(".away").rename(base)
 

@@ -91,7 +91,7 @@ REFUSED = [
     ("sizes=[1k,310]", ("sizes", "question 5 of a qa1 story", "10 facts", "size 310")),
     ("sizes=[2k,301]", ("sizes", "0 facts in 0 tokens", "size 301", "reserve_tokens 300")),
     ("story.max_facts=3", ("story.max_facts", "question 5 of a qa1 story", "10 facts")),
-    ("facts_within=0", ("facts_within", 0)),
+    ("facts_within=0", ("facts_within", "got 0")),
     ("facts_within=[5,5]", ("facts_within", "[5, 5]")),
     ("model.path=null", ("model.path", "nothing")),
     ("background=missing", ("background", "missing")),
@@ -111,7 +111,7 @@ def test_a_mistake_is_one_line_before_a_sample_is_made(override, things, tmp_pat
     ("name", "content", "thing"),
     [
         ("a.md", b"Text.", "0 .txt files"),
-        ("a.txt", b"One. Two. Three.", "10 tokens"),
+        ("a.txt", b"One. Two. Three.", "1 .txt files"),
         ("a.txt", b"Good. \xff\xfe bad.", "byte 6"),
     ],
     ids=["no .txt", "short sentences", "not UTF-8"],

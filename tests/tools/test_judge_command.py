@@ -373,7 +373,7 @@ def test_a_folder_answers_as_plain_transformers_does(judged, tmp_path, tiny_mode
     [
         (["task=longbench"], "task"),
         (["task=longbench_write", "cases=CASES"], "models, predictions or endpoint.base_url"),
-        (["task=longbench_write", "cases=nowhere.jsonl", "models.a=x"], "cases"),
+        (["task=longbench_write", "cases=nowhere.jsonl", "models.a=x"], "nowhere.jsonl"),
         (["task=longbench_write", "cases=CASES", "models.a=nowhere"], "models.a"),
         (["task=longbench_write", "cases=CASES", "endpoint.base_url=host", "endpoint.model=m"], "endpoint.base_url"),
         (["task=longbench_chat", "cases=CASES", "models.a=x"], "judge.base_url"),
@@ -383,7 +383,7 @@ def test_a_folder_answers_as_plain_transformers_does(judged, tmp_path, tiny_mode
         (["task=longbench_write", "cases=CASES", "models.a=x", "judge_prompt=nowhere"], "judge_prompt"),
         (["task=longbench_write", "cases=CASES", "predictions.a=nowhere.jsonl"], "predictions.a"),
         (["task=longwrite_ruler", "cases=CASES", "predictions.a=x", "lengths=[9]"], "lengths"),
-        (["task=prompts", "cases=CASES", "predictions.a=CASES"], "cases"),
+        (["task=prompts", "cases=CASES", "predictions.a=CASES"], "longbench_write.jsonl:1"),
         (["task=prompts", "cases=CASES", "predictions.a=CASES", "eval.score=exakt"], "eval.score"),
         (["task=prompts", "cases=CASES", "predictions.a=CASES", "eval.columns={mesages:m}"], "eval.columns"),
         (["task=longbench_write", "cases=ZERO", "predictions.a=CASES"], "1 word"),

@@ -160,7 +160,7 @@ def test_a_figure_over_seeds_has_the_interval_of_students_t():
 def test_shots_that_do_not_fit_the_cases_are_refused(chat_files, tmp_path):
     (tmp_path / "few.json").write_text(json.dumps([[{"answer": "a", "score": 1}] * 3]))
     task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=str(tmp_path / "few.json")))
-    with refused("shots", "idx 2", error=DataError):
+    with refused("chat.shots", "idx 2", tmp_path / "few.json", error=DataError):
         list(task.cases())
 
 
@@ -184,7 +184,7 @@ def test_a_needle_stands_between_sentences_at_its_depth(tmp_path, depth, sentenc
     assert document.split("The key is blue.")[0].count("sentence") == sentences
     assert document.replace("The key is blue.", "").split() == text.split()
     assert Needle("", options).scores(case, "It is BLUE.", []) == {"found": 1.0}
-    with refused("lengths=1000", error=DataError):  # the texts are too short
+    with refused("cases", "needle.lengths=1000", error=DataError):  # the texts are too short
         list(Needle(str(tmp_path), NeedleOptions(lengths=[1000]), Words()).cases())
 
 

@@ -160,7 +160,7 @@ def test_what_is_no_command_of_that_trainer_is_refused(command, things, capsys):
         ("a.yaml", "base_model: M\n---\nbase_model: N\n", 1, ("line 2", "another document")),
         ("a.json", '{"base_model": "M",', 1, ("line 1",)),
         ("a.yaml", "base_model: M\ndatasets: 5\n", 1, ("datasets", 5)),
-        ("a.yaml", "base_model: M\ndatasets: {a: 1}\n", 1, ("datasets", "list")),
+        ("a.yaml", "base_model: M\ndatasets: {a: 1}\n", 1, ("datasets", "{'a': 1}")),
         ("a.yaml", "base_model: [M]\ndatasets: [o/a]\n", 1, ("model", "['M']")),
         ("a.sh", 'swift sft --model "M --dataset o/a\n', 2, ("command", "quote")),
     ],

@@ -225,8 +225,8 @@ def test_bad_input_is_one_line(tmp_path, tokenizer):
     (tmp_path / "broken").mkdir()
     for code, key, *words in (
         (2, "model.path", tmp_path / "text.txt"),
-        (1, "paths", tmp_path / "broken"),
-        (1, "paths", tmp_path / "missing"),
+        (1, "error: paths", tmp_path / "broken"),
+        (1, "error: paths", tmp_path / "missing"),
         (2, "row", folder, "row=1", f"model.path={tokenizer}"),
         (2, "matches", folder, "matches=("),
         (2, "nearest: longest", folder, "lonest=true"),
@@ -235,7 +235,7 @@ def test_bad_input_is_one_line(tmp_path, tokenizer):
         (2, "step", folder, "step=3"),
         (2, "one order", folder, "longest", "shortest"),
         (2, "model.path", folder, "longest"),
-        (1, "over_length", folder, "max_tokens=2", "over_length=error"),
+        (1, "data.max_tokens", folder, "max_tokens=2", "over_length=error"),
     ):
         got, _, errors = show(*words)
         assert (got, errors.count("\n")) == (code, 1), errors

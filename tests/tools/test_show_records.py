@@ -200,7 +200,7 @@ def test_babilongs_scores_are_a_table_of_tasks_by_lengths_and_a_figure_of_the_pa
         (["data", "answers"], ("answers", "`verl-ext show run`", True)),
         (["run", "pack=3"], ("pack", "`verl-ext show data`", 3)),
         (["run", "tokenize.turns=each"], ("tokenize.turns", "`verl-ext show data`", "each")),
-        (["data", "run"], ("paths",)),
+        (["data", "run"], ("error: paths", "state.json")),
         (["run", "category=maths"], ("answers", "category", False)),
         (["run", "paths=[run]", "rank=1"], ("step", "rank", None)),
         (["run", "answers"], ("answers.jsonl",)),

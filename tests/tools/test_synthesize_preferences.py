@@ -281,7 +281,7 @@ def test_answers_that_cannot_be_used_are_left_out_and_counted(choose, tmp_path):
 def test_a_mistake_in_the_options_of_preferences_is_one_line(given, things):
     common = {"task": "preferences", "sources": {"a": "a.jsonl"}, "output_dir": "out"}
     endpoint = {"endpoint": {"base_url": "http://localhost:1/v1", "model": "tiny"}}
-    with refused(*things):
+    with refused(*things, alone=False):
         AnswerPairOptions.read({**common, **endpoint, **given})
 
 
@@ -304,9 +304,9 @@ CALLED = [
 @pytest.mark.parametrize(
     ("record", "thing"),
     [
-        ({"text": "q"}, "None"),
+        ({"text": "q"}, "got None"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "user's message"),
-        ({"prompt": "abc", "provenance": {"spans": [[0, 9]]}}, "provenance.spans"),
+        ({"prompt": "abc", "provenance": {"spans": [[0, 9]]}}, "3 characters"),
         ({"prompt": "abc", "provenance": {"spans": [[0, 3]]}}, "left"),
         ({"prompt": "q", "answers": [{"answer": "a"}]}, "'a' with None"),
         ({"messages": [*CALLED, {"role": "user", "content": "and?"}]}, "tools or calls"),
