@@ -44,7 +44,7 @@ class NeedleOptions(Options):
         for length in self.lengths:
             if length < 1:
                 yield must("needle.lengths", "be at least 1 token", length)
-        given = [name for name in ("text", "question", "expected") if all(getattr(self, name) or [""])]
+        given = [f"needle.{name}" for name in ("text", "question", "expected") if all(getattr(self, name) or [""])]
         if len(given) in (1, 2):
             yield must("needle", "have text, question and expected, or none of them", " and ".join(given))
 

@@ -30,7 +30,7 @@ class SelectOptions(Options):
         orders = [name for name in ("longest", "shortest") if getattr(self, name)]
         orders += ["random"] if self.random is not None else []
         if len(orders) > 1:
-            yield must("one of longest, shortest and random", "be given", ", ".join(orders))
+            yield must("longest, shortest and random", "name one order", ", ".join(orders))
         if self.matches is not None:
             try:
                 re.compile(self.matches)
