@@ -31,12 +31,12 @@ from tests.lib.chat_server import chat_server
 from tests.lib.encoders import write_encoder
 from tests.lib.launchers import launch_by
 from tests.lib.project import ROOT
-from tests.lib.ranks import run_ranks
-from tests.lib.training import metrics, train_alone
+from tests.lib.ranks import forked, run_ranks
+from tests.lib.training import metrics, train_as_programs
 from verl_ext.__main__ import COMMANDS, main
 from verl_ext.answers.scores import BUILT_IN
 from verl_ext.commands.command_line import read_options
-from verl_ext.commands.train import SourceKeys
+from verl_ext.commands.train import SourceKeys, split
 from verl_ext.config.compose import compose
 from verl_ext.config.key_table import TABLE
 from verl_ext.config.schema import is_known
@@ -50,6 +50,8 @@ from verl_ext.tools.show.audit import CHECKS
 MARKS = ("# needs GPUs", "# needs data")
 # Smaller values for the data commands on the pages.
 SMALLER = {"model": "tiny", "model.path": "MODEL", "samples": "2", "sizes": "[0k]", "backend": "local"}
+WHOLE = {"sft.yaml", "loss.nll_weight=1"}  # of docs/tutorials/preferences.md: runs that its judge tells from each other
+PLANNED: set[tuple[str, ...]] = set()
 
 
 def texts(*patterns: str) -> dict[str, str]:
@@ -152,11 +154,29 @@ def folder(inputs, tmp_path, monkeypatch):
 
 
 def run_command(*words: str, code: int = 0) -> None:
-    """Run a command in this process; those that start ranks or plan on an imagined machine have one of their own."""
-    if words[0] in ("plan", "train") and "dry_run=true" not in words:
-        assert subprocess.run([sys.executable, "-m", "verl_ext", *words], timeout=400).returncode == code
-    else:
+    """Run a command in this process, or a plan in a fork; ranks are forks as well.
+
+    One plan has an imagined GPU, of the inputs that all pages have; the others are checked, and pack their data.
+    """
+    if words[0] == "train" and "dry_run=true" not in words:  # tests/commands/test_train_command.py starts the program
+        parts = split(words[1:])
+        for texts in parts.texts.values():
+            texts.tokenize()
+        lines = [["verl_ext.fsdp_sft_trainer", *parts.trainer_words, "data.num_workers=0"]]
+        run_ranks(train_as_programs, parts.options.nproc or 1, lines, os.getcwd())
+    elif words[0] != "plan":
         assert main(words) == code
+    elif words not in PLANNED:
+        of_inputs = {"data.train_dir=data/train", "model.path=MODEL"} <= {*words}
+        process = forked(plan, os.getcwd(), [word for word in words if of_inputs or not word.startswith("plan.gpu")])
+        process.join(400)
+        assert process.exitcode == code
+        PLANNED.update([words] * of_inputs)
+
+
+def plan(folder: str, words: list[str]) -> None:
+    os.chdir(folder)
+    sys.exit(main(words))
 
 
 def run_data_command(command: Command) -> None:
@@ -166,7 +186,8 @@ def run_data_command(command: Command) -> None:
         return
     if name == "train":  # two steps, without the GPUs that a page may assume
         kept = [word for word in words if "nproc=2" in words or word.partition("=")[0] not in ("parallel", "nproc")]
-        small = ["trainer.total_training_steps=2", *([] if "nproc=2" in words else ["parallel=cpu", "nproc=1"])]
+        small = [] if "nproc=2" in words else ["parallel=cpu", "nproc=1"]
+        small += [] if WHOLE & {*words} else ["trainer.total_training_steps=2"]
         run_command(name, *map(with_local_model, kept), *small, code=command.exit_code)
         return
     if name == "chat":  # with the small model in place of a run's, which may have no template
@@ -221,7 +242,12 @@ def with_local_model(word: str) -> str:
 
 
 def run_judge(given: dict[str, str]) -> None:
-    """Run a command of LongBench-Write with one case of our own, and one small model in place of each."""
+    """Run a command with cases of our own where the page has none, and one small model in place of each that is not."""
+    if os.path.isdir(given.get("models.after", "")):
+        run_command("judge", *(f"{key}={value}" for key, value in given.items()))
+        models = json.loads(Path(given["output_dir"], "results.json").read_text())["models"]
+        assert [models[name]["figures"]["all"]["score"]["mean"] for name in ("before", "after")] == [0, 1]
+        return
     Path("cases.jsonl").write_text(json.dumps({"prompt": "Write 100 words.", "type": "Story", "length": 100}))
     models = {key: "MODEL" for key in given if key.startswith("models.")}
     with chat_server(lambda _: json.dumps(dict.fromkeys(DIMENSIONS, 3))) as server:
@@ -254,17 +280,13 @@ def run_module(command: Command) -> None:
         assert config.model.path
         assert config.data.get("train_dir") or config.data.get("blend")
     else:
-        run_ranks(train, 1, os.getcwd(), command.overrides)
+        more = ["data.num_workers=0", "trainer.logger=[console,file]"]
+        run_ranks(train_as_programs, 1, [[*command.words, *more]], os.getcwd())
         logged = metrics(Path("run"))
         assert [step for step, name in logged if name == "train/loss"] == [1, 2, 3, 4]
         for name in {name for _, name in logged}:
             general = re.sub(r"/(gsm8k|code)_", "/<category>_", name)
             assert f"`{general}`" in PAGES["docs/reference/metrics.md"], f"{name} is not in docs/reference/metrics.md"
-
-
-def train(folder: str, overrides: list[str]) -> None:
-    os.chdir(folder)
-    train_alone(overrides)
 
 
 def check_benchmark(command: Command) -> None:

@@ -87,11 +87,12 @@ def train_twice(overrides: Sequence[str], whole: Path, folder: Path, step: int =
     resume_run(overrides, whole, folder, step)
 
 
-def train_as_programs(lines: Sequence[Sequence[str]]) -> None:
-    """Train by the arguments of one torchrun after the other, as each of its ranks does."""
+def train_as_programs(lines: Sequence[Sequence[str]], folder: str = ".") -> None:
+    """Train in a folder by the arguments of one torchrun after the other, as each of its ranks does."""
     from verl_ext.fsdp_sft_trainer import train_composed
     from verl_ext.trainer.start import compose_and_run
 
+    os.chdir(folder)
     for line in lines:
         compose_and_run(line[line.index("verl_ext.fsdp_sft_trainer") + 1 :], train_composed)
 
