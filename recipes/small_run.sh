@@ -25,26 +25,28 @@ open_run() {
 }
 
 # open_small RECIPE FOLDER NAME=RECORDS …: open the folder of a recipe's small form, with its YAML files, data by
-# small_data.py, and in model/ a Qwen3 of 0.6M random weights with a tokenizer that was trained on the data.
+# small_data.py, and in model/ a Qwen3 of 0.6M random weights with a tokenizer that was trained on the data. A folder
+# that has them keeps them, so that a second start with other overrides begins with its training.
 open_small() {
     open_run "$1" "$2"
     cp "$recipes/$1"/*.yaml "$run/"
     find "$recipes/$1" -name '*.jinja' -exec cp {} "$run/" \;
+    [[ ! -e "$run/model" ]] || return 0
     say "Data, a tokenizer and a small model with random weights."
     python "$recipes/small_data.py" "$data" "${@:3}"
     verl-ext init-model "model=${small_model:-tiny}" "config=${small_config:-$two_layers}" "output_dir=$run/model" \
-        overwrite=true "tokenizer.train_on=[${texts//DATA/$data}]" tokenizer.vocab_size=1024 tokenizer.bos_token=null
+        "tokenizer.train_on=[${texts//DATA/$data}]" tokenizer.vocab_size=1024 tokenizer.bos_token=null
 }
 
 # train_base: train $run/model on the chats, as the model $run/base that a recipe then starts from.
 train_base() {
+    [[ ! -e "$run/base" ]] || return 0
     say "A base model: the small model learns the chats."
     verl-ext train "data.sources={chats:$data/chats.jsonl}" "model.path=$run/model" nproc=2 parallel=cpu \
         model.enable_gradient_checkpointing=false data.max_tokens=512 data.train_batch_size=4 optim.lr=4e-3 \
         optim.lr_scheduler_type=cosine optim.lr_warmup_steps=8 trainer.total_epochs=2 'trainer.logger=[file]' \
         'checkpoint.save_contents=[hf_model]' "trainer.default_local_dir=$run/base_run" trainer.overwrite=true
-    rm -rf "$run/base"
-    cp -r "$(last_export "$run/base_run")" "$run/base"
+    mv "$(last_export "$run/base_run")" "$run/base"
 }
 recipes=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 texts='DATA/*.jsonl' # that the tokenizer is trained on

@@ -2,9 +2,10 @@
 
 import os
 import resource
+import signal
 import socket
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 os.environ["VERL_PLATFORM"] = "cpu"
@@ -14,6 +15,7 @@ if "HF_DATASETS_CACHE" not in os.environ:  # keeps the tests' entries out of the
     _cache = tempfile.TemporaryDirectory(prefix="verl_ext_tests_")
     os.environ["HF_DATASETS_CACHE"] = _cache.name
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -21,6 +23,8 @@ from tests.lib.tiny_model import write_tiny_model
 
 settings.register_profile("tests", deadline=None)  # a busy machine must not fail a property
 settings.load_profile("tests")
+# The background job of a shell ignores interrupts, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
@@ -28,6 +32,17 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("slow"):
             item.user_properties.append(("slow", "true"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Kill the programs that a failed test left behind, such as a run that was to be stopped."""
+    report = yield
+    for process in psutil.process_iter() if report.failed else ():
+        with suppress(psutil.Error):
+            if process.environ().get("PYTEST_CURRENT_TEST", "").startswith(f"{item.nodeid} ("):
+                process.kill()
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.files import OutputFolder, atomic_write, checksum, write_json
-from verl_ext.options import file_of, reason_of
+from verl_ext.options import file_of, must, reason_of
 
 CONTENTS, ARRAYS = "contents.json", "arrays.json"
 _HEADER = 128  # bytes of an array's file, with its type and shape
@@ -99,8 +99,8 @@ def cached_folder(root: Path, name: str, make: Callable[[Path], None]) -> Path:
                 raise
             note.unlink(missing_ok=True)
     except OSError as error:
-        must = "data.cache_dir must be a folder that can be written"
-        raise ValueError(f"{must}; got {root}: {reason_of(error)}") from error
+        needed = "be a folder that can be written"
+        raise ValueError(must("data.cache_dir", needed, f"{root}: {reason_of(error)}")) from error
     return folder
 
 

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from verl_ext.options import first_line, nearest_hint, spell
+from verl_ext.options import first_line, must, nearest_hint, spell
 
 _PACKAGE = "pkg://"
 
@@ -55,7 +55,7 @@ def named_object(key: str, value: str) -> Any:
 def _member(key: str, module: ModuleType, path: str, name: str) -> Any:
     if not hasattr(module, name):
         hint = nearest_hint(name, [known for known in vars(module) if not known.startswith("_")])
-        raise ValueError(f"{key} must be a name in {path}; got {name}{hint}")
+        raise ValueError(must(key, f"be a name in {path}", name) + hint)
     return getattr(module, name)
 
 
@@ -81,7 +81,7 @@ def _file(path: str) -> str:
 def _module(key: str, path: str) -> ModuleType:
     file = _file(path)
     if not path.startswith(_PACKAGE) and not os.path.isfile(file):
-        raise ValueError(f"{key} must be an existing file or {_PACKAGE}module; got {path}")
+        raise ValueError(must(key, f"be an existing file or {_PACKAGE}module", path))
     try:
         if path.startswith(_PACKAGE):
             return importlib.import_module(path.removeprefix(_PACKAGE).replace("/", "."))
@@ -92,7 +92,5 @@ def _module(key: str, path: str) -> ModuleType:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(file)]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         where = f" in line {line}" if line else ""
-        raise ValueError(
-            f"{key} must be Python code that can be imported; got {path}, {type(error).__name__}{where}: "
-            f"{first_line(error)}"
-        ) from error
+        got = f"{path}, {type(error).__name__}{where}: {first_line(error)}"
+        raise ValueError(must(key, "be Python code that can be imported", got)) from error

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from verl_ext.cache import fingerprint
+from verl_ext.options import must
 
 PACKAGES = ("verl-ext", "verl", "torch", "transformers", "numpy", "datasets")
 UNKNOWN = "nothing"  # the content of a path that does not exist
@@ -78,5 +79,5 @@ def differences(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
             for value, nodes in holders.items():
                 more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
                 got.append(f"{value} on {', '.join(nodes[:_NAMED])}{more}")
-            lines.append(f"{what} must be the same on every node; got {', '.join(got)}")
+            lines.append(must(what, "be the same on every node", ", ".join(got)))
     return lines

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from verl_ext.launch.protocol import is_running
-from verl_ext.options import DataError, file_of, first_line, reason_of
+from verl_ext.options import DataError, file_of, first_line, must, reason_of
 
 # Files in the output folder of a command: the report on its records, and the categories as {number: name}.
 REPORT, CATEGORIES = "report.json", "categories.json"
@@ -201,7 +201,7 @@ class OutputFolder:
         return error.errno in DISK_FULL if file is None else Path(file).is_relative_to(self.path)
 
     def _not_written(self, error: OSError) -> DataError:
-        return DataError(f"{self.key} must be a folder that can be written; got {self.named}: {reason_of(error)}")
+        return DataError(must(self.key, "be a folder that can be written", f"{self.named}: {reason_of(error)}"))
 
     def publish(self) -> None:
         """Rename the folder to `output_dir`, and delete an old one last."""
@@ -257,12 +257,13 @@ def output_problems(
         return [problem]
     output, is_full = Path(output_dir), _has_files(Path(output_dir))
     if not overwrite and is_full:
-        return [f"output_dir must be empty or new, or overwrite=true given to replace it; got {output_dir}"]
+        return [must("output_dir", "be empty or new, or overwrite=true given to replace it", output_dir)]
     kept_paths = [Path(path).resolve() for path in (".", *keep) if path]
     if overwrite and any(output.resolve() in (path, *path.parents) for path in kept_paths):
-        return [f"output_dir must not hold {kept} or the working folder; got {output_dir}"]
+        return [must("output_dir", f"not hold {kept} or the working folder", output_dir)]
     if is_full and not (output / marker).is_file():
-        return [f"output_dir must be of this command to be replaced; got {output_dir}, which holds other files"]
+        needed = "be a folder that this command wrote, to be replaced"
+        return [must("output_dir", needed, f"{output_dir}, which holds other files")]
     return []
 
 
@@ -275,4 +276,4 @@ def writable_problem(key: str, folder: str) -> str | None:
         problem = "is a file"
     elif not os.access(existing, os.W_OK | os.X_OK) or str(existing).startswith("/proc"):
         problem = "cannot be written to"
-    return problem and f"{key} must be a folder that can be made; got {folder}, but {existing} {problem}"
+    return problem and must(key, "be a folder that can be made", f"{folder}, but {existing} {problem}")

@@ -33,7 +33,7 @@ from verl_ext.config.schema import check_keys
 from verl_ext.launch.protocol import TRAINING_FAILED, USER_ERROR, Ending
 from verl_ext.launch.ray_cluster import ray_cluster
 from verl_ext.launch.ray_nodes import placed_nodes, ray_reason
-from verl_ext.options import plain
+from verl_ext.options import must, plain
 
 _GIVEN_BACK = 15.0  # seconds until the run's own cluster gets back the resources of ended ranks
 
@@ -47,16 +47,13 @@ def run_on_ray(config: DictConfig, arguments: list[str]) -> int:
     check_keys(config)
     options, trainer = RayOptions.read(plain(config.ray)), TrainerOptions.read(plain(config.trainer))
     if trainer.overwrite and options.max_restarts:
-        raise ValueError(
-            "trainer.overwrite must be false where a run may be restarted "
-            f"(ray.max_restarts={options.max_restarts}); got true: a restart would remove what the run has written"
-        )
+        needed = f"be false where a run may be restarted (ray.max_restarts={options.max_restarts})"
+        got = "true: a restart would remove what the run has written"
+        raise ValueError(must("trainer.overwrite", needed, got))
     folder = Path(trainer.default_local_dir).expanduser()
     if not folder.is_absolute() and "runtime_resources" in Path.cwd().parts:
-        raise ValueError(
-            "trainer.default_local_dir must be an absolute path, in a folder that all nodes share, where Ray runs the "
-            f"job in a copy of the working directory; got {folder}"
-        )
+        where = "in a folder that all nodes share, where Ray runs the job in a copy of the working directory"
+        raise ValueError(must("trainer.default_local_dir", f"be an absolute path, {where}", folder))
     nodes, per_node = trainer.nnodes, trainer.n_gpus_per_node
     restarts, end = 0, Ending(code=0)
 

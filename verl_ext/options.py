@@ -16,11 +16,11 @@ import difflib
 import functools
 import math
 import numbers
-import operator
 import os
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from operator import ge, gt, index, le
 from typing import Any, ClassVar, TypeVar
 
 MISSING = "???"  # Hydra's marker of a value that must be given
@@ -165,25 +165,21 @@ class Option:
         words, classes = ("given by its keys", kind) if is_node else _KINDS.get(kind, ("a value", object))
         if value is None:
             words = f"one of {', '.join(self.choices)}" if self.choices else words
-            return None if self.nullable or self.default is None else f"{key} must be {words}; got null"
+            return None if self.nullable or self.default is None else must(key, f"be {words}", None)
         if self.choices:
             return choice_problem(key, value, self.choices)
         if not isinstance(value, classes) or (kind in (int, float) and isinstance(value, bool)):
-            return f"{key} must be {words}; got {spell(value)}"
+            return must(key, f"be {words}", value)
         of = (*typing.get_args(self.type), Any)[0] if kind is list else Any
         if of in _KINDS and any(Option(key, of, False, ()).problem(key, each) for each in value):
-            return f"{key} must be a list of {_KINDS[of][0].removeprefix('a ')}s; got {spell(value)}"
+            return must(key, f"be a list of {_KINDS[of][0].removeprefix('a ')}s", value)
         if kind not in (int, float):
             return None
-        bounds = (
-            ("at least", operator.ge, self.least),
-            ("above", operator.gt, self.above),
-            ("at most", operator.le, self.most),
-        )
+        bounds = (("at least", ge, self.least), ("above", gt, self.above), ("at most", le, self.most))
         for words, holds, bound in bounds:
             if bound is not None and not holds(value, bound):
-                return f"{key} must be {words} {spell(bound)}; got {spell(value)}"
-        return None if math.isfinite(value) else f"{key} must be finite; got {spell(value)}"
+                return must(key, f"be {words} {spell(bound)}", value)
+        return None if math.isfinite(value) else must(key, "be finite", value)
 
 
 def options_of(cls: Any) -> dict[str, Option]:
@@ -227,7 +223,7 @@ def type_problems(cls: type, values: Mapping[str, Any], prefix: str, skipped: It
         if dataclasses.is_dataclass(field.type) and isinstance(value, Mapping):
             lines += type_problems(typing.cast(type, field.type), value, key)
         elif dataclasses.is_dataclass(field.type):
-            lines.append(f"{key} must be given by its keys; got {spell(value)}")
+            lines.append(must(key, "be given by its keys", value))
         elif (typing.get_origin(field.type) or field.type) in _KINDS:
             lines.append(field.problem(key, field.converted(value)))
     return [line for line in lines if line]
@@ -253,7 +249,7 @@ def choice_problem(key: str, value: object, options: Iterable[str]) -> str | Non
     if value in options:
         return None
     hint = nearest_hint(str(value), options) if len(options) > 1 else ""
-    return f"{key} must be {'one of ' * (len(options) > 1)}{', '.join(options)}; got {spell(value)}{hint}"
+    return must(key, f"be {'one of ' * (len(options) > 1)}{', '.join(options)}", value) + hint
 
 
 def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
@@ -264,7 +260,7 @@ def check_choice(key: str, value: object, choices: Iterable[str]) -> None:
 def whole_number(key: str, value: Any, least: int, most: int | None = None) -> int:
     """Return `value` as an int from `least` to `most`; else raise ValueError."""
     refuse([Option(key, int, False, least, least=least, most=most).problem(key, value)])
-    return operator.index(value)
+    return index(value)
 
 
 def nearest_name(name: str, options: Iterable[str]) -> str | None:
@@ -320,6 +316,11 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def must(key: str, requirement: str, got: object) -> str:
+    """Word an error in one line: `key must requirement; got value`."""
+    return f"{key} must {requirement}; got {one_line(spell(got))}"
 
 
 def spell(value: object) -> str:

@@ -21,6 +21,8 @@ from hydra.grammar.gen.OverrideLexer import OverrideLexer
 from hydra.grammar.gen.OverrideParser import OverrideParser
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.options import must
+
 _SPELLED = re.compile(r"_U([0-9A-F]{6})_")
 _BRACKETS = (("[", "]"), ("{", "}"))
 _QUOTED = re.compile(r"(?s:'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\")")
@@ -111,8 +113,8 @@ def parsed_words(words: Sequence[str]) -> list[Item]:
             raise ValueError(f"{key} takes one value; got {value}: write {key}=[{value}] for a list")
         if repeated := _repeated_keys(word) if "{" in word else []:
             names = ", ".join(repeated)
-            must = f"{key} must have each name once, several values of it as a list"
-            raise ValueError(f"{must}; got {names} more than once")
+            needed = "have each name once, several values of it as a list"
+            raise ValueError(must(key, needed, f"{names} more than once"))
         items.append(item)
     return items
 
@@ -168,9 +170,9 @@ def dotted_options(options: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in _dotted(options):
         if key in values:
-            raise ValueError(f"{key} must be given once; got it as a nested and as a dotted key")
+            raise ValueError(must(key, "be given once", "it as a nested and as a dotted key"))
         if not key or re.search(r"[\s=]", key):
-            raise ValueError(f"an option's key must be dotted names; got {key!r}")
+            raise ValueError(must("an option's key", "be dotted names", key))
         values[key] = value
     return values
 
@@ -205,7 +207,7 @@ def _written(key: str, value: Any, keeps_references: bool) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_written(key, below, keeps_references) for below in value) + "]"
     kinds = "a text, a number, a bool, a path, None, or a list or dict of these"
-    raise ValueError(f"{key} must be {kinds}; got {type(value).__name__}")
+    raise ValueError(must(key, f"be {kinds}", type(value).__name__))
 
 
 def _written_name(name: str) -> str:

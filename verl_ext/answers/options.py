@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl_ext.answers.scores import BUILT_IN, scorer
-from verl_ext.options import Options, option, spell
+from verl_ext.options import Options, must, option
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AnswerOptions(Options):
         if self.prompts is None and self.freq is not None:
             yield f"eval.prompts is required with eval.freq={self.freq}; got null"
         if self.prompts is not None and not _are_paths(self.prompts):
-            yield f"eval.prompts must be a path, a list of paths or {{category: paths}}; got {spell(self.prompts)}"
+            yield must("eval.prompts", "be a path, a list of paths or {category: paths}", self.prompts)
 
 
 def _are_paths(value: Any) -> bool:

@@ -154,8 +154,8 @@ def _records(paths: Any, options: AnswerOptions, encoder: ChatEncoder) -> Iterat
                 except BadRecord as error:
                     is_of_data = error.reason == "missing_column" and options.columns is None
                     hint = "; eval.columns={} reads none of the training data's columns" if is_of_data else ""
-                    must = f"{_KEY} must hold chats with an answer, or texts"
-                    raise DataError(f"{must}; {place}: {error}{hint}") from error
+                    needed = f"{_KEY} must hold chats with an answer, or texts"
+                    raise DataError(f"{needed}; {place}: {error}{hint}") from error
 
 
 def _of_record(

@@ -17,7 +17,7 @@ from decimal import Decimal
 from typing import Any
 
 from verl_ext.custom import named_object
-from verl_ext.options import choice_problem, first_line, refuse
+from verl_ext.options import choice_problem, first_line, must, refuse
 from verl_ext.text.records.reasoning import split_reasoning
 
 Scorer = Callable[[Mapping[str, Any], str | None, str], float | None]  # (record, expected answer or None, answer)
@@ -54,16 +54,16 @@ def scorer(name: str) -> Scorer:
     if ":" not in name:
         refuse([choice_problem("eval.score", name, [*BUILT_IN, "module:function"])])
     if not callable(function := named_object("eval.score", name)):
-        raise ValueError(f"eval.score must name a function; got {name}")
+        raise ValueError(must("eval.score", "name a function", name))
 
     def by_user(record: Mapping[str, Any], expected: str | None, answer: str) -> float:
         try:
             score = float(function(record, _without_thought(answer)))
         except Exception as error:  # the user's code can raise any exception
             got = f"{type(error).__name__}: {first_line(error)}"
-            raise ScoreFailed(f"eval.score={name} must give a number; got {got}") from error
+            raise ScoreFailed(must(f"eval.score={name}", "give a number", got)) from error
         if not math.isfinite(score):
-            raise ScoreFailed(f"eval.score={name} must give a finite number; got {score}")
+            raise ScoreFailed(must(f"eval.score={name}", "give a finite number", score))
         return score
 
     return by_user

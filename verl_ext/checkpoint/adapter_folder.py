@@ -24,7 +24,7 @@ from verl_ext.engines.new_rows import embeddings_and_head
 from verl_ext.engines.nf4_reading import round_to_nf4
 from verl_ext.files import OutputFolder, write_json
 from verl_ext.layers.towers import auto_class, without_code
-from verl_ext.options import DataError, first_line
+from verl_ext.options import DataError, first_line, must
 
 
 def merge_adapter_folder(
@@ -100,7 +100,7 @@ def _merged_model(
         _untie_adapted(adapted)
         merged = adapted.merge_and_unload()  # in fp32, so that sums are rounded and not their terms
     if told := convert(merged, dtypes_of(plain), plain.config.dtype, torch.empty):
-        raise ValueError(f"dtype must hold the weights; got {dtype}: {told}")
+        raise ValueError(must("dtype", "hold the weights", f"{dtype}: {told}"))
     return merged, tokenizer, untrained
 
 

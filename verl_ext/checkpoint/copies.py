@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_ext.checkpoint.layout import PARTIAL
 from verl_ext.files import writable_problem
-from verl_ext.options import first_line, reason_of
+from verl_ext.options import first_line, must, reason_of
 from verl_ext.text.read.sources import is_url, local_path
 
 _KEY = "trainer.default_hdfs_dir"
@@ -40,7 +40,7 @@ class SecondStorage:
         """
         if not is_url(self.place):
             if Path(self.place).resolve() == own.resolve():
-                raise ValueError(f"{_KEY} must be another folder than trainer.default_local_dir; got {self.place}")
+                raise ValueError(must(_KEY, "be another folder than trainer.default_local_dir", self.place))
             if problem := writable_problem(_KEY, self.place):
                 raise ValueError(problem)
             return
@@ -54,7 +54,7 @@ class SecondStorage:
                 system.pipe_file(f"{path}/{_PROBE}", b"")
                 system.rm_file(f"{path}/{_PROBE}")
         except Exception as error:  # each file system has its own
-            raise ValueError(f"{_KEY} must be a folder that can be written; got {self.place}: {_why(error)}") from error
+            raise ValueError(must(_KEY, "be a folder that can be written", f"{self.place}: {_why(error)}")) from error
 
     def put(self, checkpoint: Path) -> None:
         """Copy a whole checkpoint over an earlier copy, or raise OSError."""

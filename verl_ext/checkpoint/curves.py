@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import DataError, UsageError
+from verl_ext.options import DataError, UsageError, must
 from verl_ext.redaction import redacted
 
 
@@ -51,7 +51,7 @@ def read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
                     curve.steps.append(step)
                     curve.values.append(value if value is not None and math.isfinite(value) else None)
     if not curves:
-        raise DataError(f'{file} must hold lines like {{"step": 1, "data": {{…}}}}; got none')
+        raise DataError(must(f"{file}", 'hold lines like {"step": 1, "data": {…}}', "none"))
     return curves, torn
 
 

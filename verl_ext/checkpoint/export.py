@@ -25,7 +25,7 @@ from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_
 
 from verl_ext.checkpoint import layout
 from verl_ext.checkpoint.card import CARD, model_card
-from verl_ext.checkpoint.identity import BASE
+from verl_ext.checkpoint.identity import BASE, weight_facts
 from verl_ext.checkpoint.source import GENERATION, ExportFiles, plain_model
 from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
 from verl_ext.checkpoint.untrained import Untrained
@@ -37,7 +37,7 @@ from verl_ext.engines.nf4_reading import round_to_nf4
 from verl_ext.engines.sharding import fp32_names
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
 from verl_ext.layers.towers import auto_class, without_code
-from verl_ext.options import DataError, first_line
+from verl_ext.options import DataError, first_line, must
 from verl_ext.plugin import register_architectures
 
 NF4_FACTS = ("model.quantization", "model.quantization_nested")  # of checkpoints and exports
@@ -250,12 +250,12 @@ def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
     try:
         whole = layout.Checkpoint.read(checkpoint, needed=("model",))
     except layout.Damaged as error:
-        must = "checkpoint must be whole, or hold global_step_N folders"
-        raise DataError(f"{must}; got {checkpoint}: {error}") from error
+        needed = "be whole, or hold global_step_N folders"
+        raise DataError(must("checkpoint", needed, f"{checkpoint}: {error}")) from error
     except ValueError as error:
         raise DataError(str(error)) from error
     if wrong := whole.changed_file():
-        raise DataError(f"checkpoint must be whole; got {checkpoint}: {wrong}")
+        raise DataError(must("checkpoint", "be whole", f"{checkpoint}: {wrong}"))
     return checkpoint, whole.manifest
 
 
@@ -281,7 +281,7 @@ def _saved_model(
     """Return a checkpoint's model in `dtype`, plain or with its adapters."""
     adapters = _saved_adapters(checkpoint)
     if adapters is None and not merges:
-        raise DataError("form must be merged for a checkpoint without adapters; got adapter")
+        raise DataError(must("form", "be merged for a checkpoint without adapters", "adapter"))
     tied, kind = manifest.facts.get("model.config.tie_word_embeddings"), getattr(torch, dtype, None)
     model = _plain_of(checkpoint / layout.EXPORT, tied, kind, trusted)
     dtypes = dtypes_of(model)
@@ -307,7 +307,7 @@ def _saved_model(
                 model = with_adapters(plain, adapters)
     model = filled(model, tensors, merges)
     if kind is not None and (told := convert(model, dtypes, kind, allocate)):
-        raise ValueError(f"dtype must hold the weights; got {dtype}: {told}")
+        raise ValueError(must("dtype", "hold the weights", f"{dtype}: {told}"))
     return model
 
 
@@ -335,8 +335,8 @@ def _plain_of(folder: Path, tied: bool | None, dtype: torch.dtype | None, truste
         return plain_model(config, trusted)
     except ValueError as error:
         if not trusted and "trust_remote_code" in str(error):
-            needed = f"trust_remote_code must be true for a model with code of its own, {folder}"
-            raise DataError(f"{needed}; got false") from error
+            needed = f"be true for a model with code of its own, {folder}"
+            raise DataError(must("trust_remote_code", needed, False)) from error
         raise
 
 
@@ -346,13 +346,15 @@ def _base_model(base: str | None, manifest: layout.Manifest, trusted: bool, rows
     rows: the tokens that its embeddings and head get.
     """
     if not base:
-        raise DataError("base is required for a checkpoint of adapters alone: the folder of its model")
+        raise DataError("base is required for a checkpoint of adapters alone: the folder of its model; got null")
+    needed = "hold the weights that the adapters were trained on"
     try:
-        trained, found = manifest.facts.get(BASE), digest_of_weights(base, "base")
+        facts = weight_facts(BASE, digest_of_weights(base, "base"))
     except OSError as error:  # of the Hub
-        raise DataError(f"base must hold the weights that the adapters were trained on; got {base}: {error}") from error
-    if trained not in (None, found):
-        raise DataError(f"base must hold the weights that the adapters were trained on, {trained}; got {base}, {found}")
+        raise DataError(must("base", needed, f"{base}: {error}")) from error
+    for name, found in facts.items():
+        if (trained := manifest.facts.get(name, found)) != found:
+            raise DataError(must("base", f"{needed}, {trained}", f"{base}, {found}"))
     config = without_code(AutoConfig.from_pretrained(base, trust_remote_code=trusted), trusted)
     options = {"config": config, "dtype": torch.float32, "trust_remote_code": trusted}
     model = auto_class(config).from_pretrained(base, **options)

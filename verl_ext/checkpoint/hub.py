@@ -11,7 +11,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from verl_ext.checkpoint.card import CARD
 from verl_ext.checkpoint.layout import EXPORT_MARKER
-from verl_ext.options import DataError, first_line
+from verl_ext.options import DataError, first_line, must
 
 # Weights of an earlier push, which transformers could load in place of the new ones.
 _WEIGHTS = ["model*.safetensors*", "adapter_model*"]
@@ -25,7 +25,7 @@ def push_problems(repo: str) -> Iterator[str]:
     except HFValidationError:
         is_name = False
     if not is_name:
-        yield f"push_to must be owner/name of a repository; got {repo}"
+        yield must("push_to", "be owner/name of a repository", repo)
     elif get_token() is None:
         yield f"push_to={repo} needs a token of the Hub, in HF_TOKEN or by `hf auth login`; got none"
 
@@ -44,7 +44,7 @@ def push(folder: Path, repo: str, private: bool) -> str:
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
         if private and not api.model_info(repo).private:  # an existing one keeps its visibility
-            raise DataError(f"private must be false for {repo}, which is public; got true")
+            raise DataError(must("private", f"be false for {repo}, which is public", True))
         api.upload_folder(
             repo_id=repo, folder_path=folder, commit_message="Export of verl-ext", delete_patterns=_WEIGHTS
         )

@@ -14,12 +14,13 @@ from verl_ext.config.keys import KEYS
 from verl_ext.config.model import model_kind
 from verl_ext.config.run import RunConfig, TrainerOptions
 from verl_ext.config.upstream import select
+from verl_ext.config.weights import TENSORS
 from verl_ext.data.packs.dataset import CONTENT, DIGEST, PackDataset
 from verl_ext.data.packs.options import DataOptions
 from verl_ext.engines.router import asks_for_router_loss
 from verl_ext.engines.schedule import OptimOptions
 from verl_ext.environment import UNKNOWN
-from verl_ext.options import Options, nearest_hint, options_of, spell
+from verl_ext.options import Options, must, nearest_hint, options_of, spell
 
 # The keys of a model's config.json that do not change its weights.
 _FREE_MODEL_KEYS = (
@@ -52,8 +53,7 @@ def run_facts(
     model = {f"model.config.{key}": value for key, value in model_shape(hf_config).items()}
     kind = model_kind(values)
     model = kind.identity(hf_config, model) | shared_options(values, [kind])
-    if base is not None:
-        model[BASE] = base
+    model |= weight_facts(BASE, base)
     if config.trainer.eval_only:
         return model
     # A constant rate without a relative warmup does not depend on the length of the run.
@@ -71,8 +71,14 @@ def run_facts(
         DIGEST: train_set.digest,
         **({} if content is None else {CONTENT: content}),
         **model,
-        **({} if reference is None else {REFERENCE_WEIGHTS: reference}),
+        **weight_facts(REFERENCE_WEIGHTS, reference),
     }
+
+
+def weight_facts(name: str, digest: str | None) -> dict[str, str]:
+    """Return the facts in a digest of weights: of their files, and of their tensors, which old checkpoints lack."""
+    files, _, tensors = (digest or "").partition(TENSORS)
+    return ({name: files} if files else {}) | ({f"{name}, tensor by tensor": tensors} if tensors else {})
 
 
 def allowed_changes(config: RunConfig, extends: bool, keeps_rates: bool) -> list[str]:
@@ -131,7 +137,7 @@ def resumed_grouping(data: Mapping[str, Any], own: dict[str, Any], saved: Mappin
         return own
     grouping = saved.get("grouping", own)
     if not _is_like(grouping, own):
-        raise ValueError(f"a checkpoint must say how its packs are grouped; got grouping={spell(grouping)}")
+        raise ValueError(must("a checkpoint", "say how its packs are grouped", f"grouping={spell(grouping)}"))
     return grouping
 
 
@@ -166,8 +172,7 @@ class Identity:
         for name in self.allowed:
             if name not in names:
                 hint = nearest_hint(name, names) or f", not among {', '.join(sorted(set(names)))}"
-                must = "trainer.allow_resume_mismatch must name what a checkpoint remembers"
-                raise ValueError(f"{must}; got {name}{hint}")
+                raise ValueError(must("trainer.allow_resume_mismatch", "name what a checkpoint remembers", name) + hint)
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare this run with the facts of a checkpoint.

@@ -32,6 +32,7 @@ from typing import Any, TextIO
 import xxhash
 
 from verl_ext.files import checksum, is_inside, sync, write_json
+from verl_ext.options import must
 
 MANIFEST = "manifest.json"
 EXPORT, EXPORT_MARKER = "huggingface", "export.json"  # the latter marks a folder that `verl-ext export` wrote
@@ -183,7 +184,7 @@ def step_of(checkpoint: Path) -> int:
     """Return the step in a checkpoint folder's name, or raise ValueError."""
     match = _STEP_FOLDER.search(checkpoint.name)
     if match is None:
-        raise ValueError(f"trainer.resume_from_path must be an existing global_step_N folder; got {checkpoint}")
+        raise ValueError(must("trainer.resume_from_path", "be an existing global_step_N folder", checkpoint))
     return int(match[1])
 
 
@@ -342,11 +343,9 @@ def _lock(file: TextIO, kind: int) -> bool:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.seek(0)
-            raise ValueError(
-                "trainer.default_local_dir must be a folder that no other run is writing in; got "
-                f"{Path(file.name).parent}, which is held by {file.read() or 'another process'}: end that run, or "
-                "choose another folder"
-            ) from None
+            held = f"held by {file.read() or 'another process'}: end that run, or choose another folder"
+            got, needed = f"{Path(file.name).parent}, which is {held}", "be a folder that no other run is writing in"
+            raise ValueError(must("trainer.default_local_dir", needed, got)) from None
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP):
             return False
         raise

@@ -15,6 +15,7 @@ from verl_ext.config.run import RunConfig
 from verl_ext.config.upstream import select
 from verl_ext.data.tokenized.ranks import Ranks
 from verl_ext.files import writable_problem
+from verl_ext.options import must
 from verl_ext.text.read.sources import local_path
 
 _ANEW = {  # checkpoint.load_contents: what a resumed run does without an entry
@@ -58,17 +59,15 @@ def check_output(config: RunConfig) -> OutputDecision:
     trainer = config.trainer
     folder = Path(trainer.default_local_dir).expanduser()
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"trainer.default_local_dir must be a folder; got the file {folder}")
+        raise ValueError(must("trainer.default_local_dir", "be a folder", f"the file {folder}"))
     if problem := writable_problem("trainer.default_local_dir", str(folder)):
         raise ValueError(problem)
     allowed, requeued = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
     # A restarted run must resume: it would else delete the checkpoints that it was restarted for.
     if trainer.overwrite and (allowed, requeued) != ("0", "0"):
         restarts = f"MAX_RESTARTS={allowed}" if allowed != "0" else f"slurm requeued it {requeued} times"
-        raise ValueError(
-            f"trainer.overwrite must be false where a run may be restarted ({restarts}); got true: a restart "
-            "would remove what the run has written"
-        )
+        got = "true: a restart would remove what the run has written"
+        raise ValueError(must("trainer.overwrite", f"be false where a run may be restarted ({restarts})", got))
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     # Notes and partial files are nothing to lose, so that a folder with these alone counts as empty.
     used = any(name not in (*layout.NOTES, layout.RUN_LOCK) and not layout.is_unfinished(name) for name in names)
@@ -87,10 +86,9 @@ def check_output(config: RunConfig) -> OutputDecision:
         why = "; ".join(f"{path.name}: {reason}" for path, reason in wrong.items())
         why = f"no whole checkpoint: {why}" if why else "holds no checkpoint to resume from"
         why = why if is_auto else "trainer.resume_mode is disable"
-        raise ValueError(
-            f"trainer.default_local_dir must be empty or new; got {folder}, which has files in it and {why}: choose "
-            "another folder, or trainer.overwrite=true to replace it"
-        )
+        hint = "choose another folder, or trainer.overwrite=true to replace it"
+        got = f"{folder}, which has files in it and {why}: {hint}"
+        raise ValueError(must("trainer.default_local_dir", "be empty or new", got))
     damaged = tuple(f"{checkpoint} is damaged: {reason}" for checkpoint, reason in wrong.items())
     return OutputDecision(OutputAction.RESUME, tuple(whole), damaged)
 
@@ -103,19 +101,17 @@ def _resume_named(config: RunConfig, folder: Path, used: bool, named: str | None
     if path.name == layout.BEST and path.is_symlink():
         path = path.resolve()
     if not path.is_dir() or "global_step_" not in path.name:
-        raise ValueError(f"{key} must be an existing global_step_N folder; got {named}")
+        raise ValueError(must(key, "be an existing global_step_N folder", named))
     try:
         checkpoint = Checkpoint.read(path)
     except layout.Damaged as error:
-        raise ValueError(f"{key} must be a whole checkpoint; got {named}: {error}") from error
+        raise ValueError(must(key, "be a whole checkpoint", f"{named}: {error}")) from error
     if used and config.trainer.overwrite:
         _check_replaceable(config, folder)
         return OutputDecision(OutputAction.REPLACE, (checkpoint,))
     if used and folder.resolve() not in path.resolve().parents:
-        raise ValueError(
-            f"trainer.default_local_dir must be empty or new, or hold {key}; got {folder}: choose another folder, or "
-            "trainer.overwrite=true to replace it"
-        )
+        got = f"{folder}: choose another folder, or trainer.overwrite=true to replace it"
+        raise ValueError(must("trainer.default_local_dir", f"be empty or new, or hold {key}", got))
     return OutputDecision(OutputAction.RESUME, (checkpoint,))
 
 
@@ -131,10 +127,8 @@ def _check_replaceable(config: RunConfig, folder: Path) -> None:
     for name, value in held:
         path = Path(value).expanduser().resolve()
         if os.path.exists(path) and path.is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"trainer.default_local_dir must not hold {name} with trainer.overwrite=true, which would delete it; "
-                f"got {folder}"
-            )
+            needed = f"not hold {name} with trainer.overwrite=true, which would delete it"
+            raise ValueError(must("trainer.default_local_dir", needed, folder))
 
 
 def _paths_in(value: Any) -> list[str]:

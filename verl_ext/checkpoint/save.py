@@ -29,7 +29,7 @@ from verl_ext.config.run import RunConfig
 from verl_ext.data.tokenized.reports import TrainedChats
 from verl_ext.engines.step import StepEngine
 from verl_ext.files import atomic_write, sync, write_json
-from verl_ext.options import first_line, reason_of
+from verl_ext.options import first_line, must, reason_of
 from verl_ext.redaction import redacted_text
 
 _LONGEST_WRITE = timedelta(hours=10)  # verl's own limit, for ranks that wait for one that writes most
@@ -331,7 +331,5 @@ def _refuse_unseen(folder: Path, of_ranks: list[dict[str, layout.FileFacts]]) ->
         for name, facts in files.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != facts.bytes:
-                raise ValueError(
-                    "trainer.default_local_dir must be a folder that all ranks share; got "
-                    f"{folder.parent}, where rank 0 does not see what rank {rank} wrote: {folder.name}/{name}"
-                )
+                got = f"{folder.parent}, where rank 0 does not see what rank {rank} wrote: {folder.name}/{name}"
+                raise ValueError(must("trainer.default_local_dir", "be a folder that all ranks share", got))

@@ -31,7 +31,7 @@ from verl.utils.fsdp_utils import offload_fsdp_optimizer
 
 from verl_ext.engines.sharding import local_part
 from verl_ext.files import is_inside, write_errors
-from verl_ext.options import first_line
+from verl_ext.options import first_line, must
 from verl_ext.text.read.json_records import parse_json
 
 _OF_OPTIONS = ("base_lrs", "lr_lambdas", "_last_lr")  # of a schedule's state: they follow from a run's options
@@ -85,10 +85,9 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         for key, value in values.items():
             is_sharded = isinstance(value, DTensor)  # the scales of blocks are, in a shape of their own
             if not (is_sharded or (isinstance(value, torch.Tensor) and value.shape in (torch.Size(), shapes[name]))):
-                raise ValueError(
-                    "optim.optimizer must keep numbers and tensors of its parameters' shapes to be saved; got "
-                    f"{type(optimizer).__name__}, whose {key} of {name} is neither"
-                )
+                needed = "keep numbers and tensors of its parameters' shapes to be saved"
+                got = f"{type(optimizer).__name__}, whose {key} of {name} is neither"
+                raise ValueError(must("optim.optimizer", needed, got))
     return _flat(state)
 
 
@@ -196,9 +195,9 @@ def read_metadata(folder: Path) -> Metadata:
     except OSError:
         raise
     except Exception as error:  # an unpickler may raise any error
-        raise ValueError(f"{path} must be the metadata of torch.distributed.checkpoint; got another file") from error
+        raise ValueError(must(f"{path}", "be the metadata of torch.distributed.checkpoint", "another file")) from error
     if not is_sound:
-        raise ValueError(f"{path} must be of tensors in files beside it; got the metadata of something else")
+        raise ValueError(must(f"{path}", "be the metadata of tensors in files beside it", "that of something else"))
     return metadata
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from verl_ext.checkpoint.layout import EXPORT, MANIFEST, saved_folders
 from verl_ext.commands.command_line import command
-from verl_ext.options import REQUIRED, DataError, Options, first_line, option
+from verl_ext.options import REQUIRED, DataError, Options, first_line, must, option
 from verl_ext.text.records.reasoning import REASONING_TAGS, decode_answer, split_reasoning
 
 _ADAPTER = "adapter_config.json"
@@ -53,7 +53,7 @@ class ChatCommandOptions(Options):
         folder = Path(self.path).expanduser()
         if not folder.is_dir():
             if folder.exists() or folder.is_absolute() or self.path.startswith((".", "~")) or self.path.count("/") != 1:
-                yield f"path must be a folder with a model, or a name of the Hub; got {self.path}"
+                yield must("path", "be a folder with a model, or a name of the Hub", self.path)
         elif not any((folder / name).is_file() for name in ("config.json", _ADAPTER)) and _checkpoint(folder) is None:
             yield f"path must hold a checkpoint (global_step_N), a config.json or an {_ADAPTER}; {self.path} has none"
 

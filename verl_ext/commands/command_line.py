@@ -40,6 +40,7 @@ from verl_ext.options import (
     UsageError,
     default_values,
     first_line,
+    must,
     nearest_key,
     option,
     options_of,
@@ -100,7 +101,7 @@ class SourceOptions(OutputOptions):
     def source_problems(self, model: ModelOptions) -> list[str]:
         """Return lines for sources without file names and a forbidden output_dir."""
         problems = [
-            f"sources.{name} must be a path, a glob or a list of them; got {value!r}"
+            must(f"sources.{name}", "be a path, a glob or a list of them", value)
             for name, value in self.sources.items()
             if not is_names(value)
         ]
@@ -308,7 +309,7 @@ def _topic_lines(name: str, topic: str, every: Sequence[key_table.KeyRow]) -> It
     if not (exact or below):
         close = nearest_key(topic, dict.fromkeys(row.key for row in every))
         hint = f" (nearest: {close})" if close else ""
-        raise UsageError(f"--help must be followed by a key, a node or all; got {topic}{hint}")
+        raise UsageError(must("--help", "be followed by a key, a node or all", topic) + hint)
     for row in exact:
         yield f"{row.key}={row.default}" + (f"   with {row.of}" if row.of else "")
         yield from textwrap.wrap(row.meaning, _width(), initial_indent="  ", subsequent_indent="  ")
@@ -342,12 +343,12 @@ def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
         return unknown(key, known)
     if _is_node(field):
         keys = ", ".join(other for other in known if other.startswith(f"{key}."))
-        return f"{key} must be given by its keys, {keys}; got {spell(value)}"
+        return must(key, f"be given by its keys, {keys}", value)
     if _is_dict(field) and not isinstance(value, dict):
         given = f"[{','.join(map(spell, value))}]" if isinstance(value, list) else spell(value)
         pair = given  # without quotes, the shell turns sources={a:x,b:y} into sources=a:x
         if not re.fullmatch(r"[^:/\\[]+:(?!//)[^:]+", given):
             first = value[0] if isinstance(value, list) and value else value
             pair = f"{Path(spell(first)).name.partition('.')[0] or 'name'}:{given}"
-        return f"{key} must map names to values, e.g. '{key}={{{pair}}}'; got {given}"
+        return must(key, f"map names to values, e.g. '{key}={{{pair}}}'", given)
     return field.problem(key, None) if value is None else None

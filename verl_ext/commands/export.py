@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from verl_ext.checkpoint.layout import EXPORT_MARKER
 from verl_ext.commands.command_line import OutputOptions, command
-from verl_ext.options import REQUIRED, option
+from verl_ext.options import REQUIRED, must, option
 
 _ADAPTER = "adapter_config.json"  # of a folder of PEFT
 _FORMS = ("merged", "adapter")
@@ -66,15 +66,15 @@ class ExportOptions(OutputOptions):
         for name in ("checkpoint", *["base"] * (not is_adapter)):
             path = getattr(self, name)
             if path is not None and not Path(path).is_dir():
-                yield f"{name} must be an existing folder; got {path}"
+                yield must(name, "be an existing folder", path)
         if is_adapter:
             if not (self.base or self.adapter):
                 yield f"base is required for {self.checkpoint}, whose {_ADAPTER} names no base_model_name_or_path"
             if self.form != "merged":
-                yield f"form must be merged for {self.checkpoint}, which holds adapters alone; got {self.form}"
+                yield must("form", f"be merged for {self.checkpoint}, which holds adapters alone", self.form)
             for name in ("license", "push_to"):
                 if (value := getattr(self, name)) is not None:
-                    yield f"{name} must be null for adapters of a run that is not here; got {value}"
+                    yield must(name, "be null for adapters of a run that is not here", value)
         if self.push_to is not None:
             from verl_ext.checkpoint.hub import push_problems  # imports torch
 

@@ -10,7 +10,7 @@ from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import aligned_rows, most_frequent, reported_options, tables
 from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.files import REPORT, OutputFolder, write_json
-from verl_ext.options import option
+from verl_ext.options import must, option
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder, optimal_dtype
 from verl_ext.text.read.sources import files_left_out, find_source_files
 from verl_ext.text.tokens.counts import CHAT_COUNTS, Counts
@@ -42,7 +42,8 @@ class IndexOptions(TextOptions, SourceOptions):
         output = Path(self.output_dir)
         # A tokenized dataset has a report.json too.
         if not problems and output.is_dir() and any(output.iterdir()) and not any(output.glob("*.idx")):
-            yield f"output_dir must be of this command to be replaced; got {output}, which holds other files"
+            needed = "be a folder that this command wrote, to be replaced"
+            yield must("output_dir", needed, f"{output}, which holds other files")
         yield from self.model.tokenizer_problems()
         yield from super().problems()
 

@@ -29,7 +29,7 @@ import psutil
 from verl_ext.commands.command_line import command
 from verl_ext.environment import differences, versions
 from verl_ext.launch.protocol import Launcher
-from verl_ext.options import REQUIRED, Options, UsageError, option, reason_of
+from verl_ext.options import REQUIRED, Options, UsageError, must, option, reason_of
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -62,7 +62,7 @@ class PreflightOptions(Options):
     def problems(self) -> Iterator[str | None]:
         """Yield a line if the run has no such node."""
         if self.node_rank >= self.nnodes:
-            yield f"node_rank must be 0 to {self.nnodes - 1} with nnodes={self.nnodes}; got {self.node_rank}"
+            yield must("node_rank", f"be 0 to {self.nnodes - 1} with nnodes={self.nnodes}", self.node_rank)
 
 
 def check_nodes(options: PreflightOptions) -> str:
@@ -96,7 +96,7 @@ def _store_of_node_0(options: PreflightOptions) -> "TCPStore":
     except OSError as error:
         who = f"{options.master_port} ({os.strerror(error.errno or 0)}) on {_name(options)}"
         also = "another run, or another node with NODE_RANK=0, may have it"
-        raise UsageError(f"MASTER_PORT must be a free port of node 0; got {who}: {also}") from None
+        raise UsageError(must("MASTER_PORT", "be a free port of node 0", f"{who}: {also}")) from None
     patience = timedelta(seconds=_PATIENCE)
     listener = server.detach()
     store = TCPStore("localhost", options.master_port, None, True, patience, False, master_listen_fd=listener)
@@ -122,8 +122,9 @@ def _store_to_join(options: PreflightOptions) -> "tuple[TCPStore | None, str]":
         except OSError as error:
             reason = f" ({reason_of(error)})"
         if time.monotonic() > end:
-            must = f"MASTER_ADDR:MASTER_PORT must be node 0, reachable from {_name(options)} within {options.timeout} s"
-            raise UsageError(f"{must}; got {options.master_addr}:{options.master_port}{reason}")
+            needed = f"be node 0, reachable from {_name(options)} within {options.timeout} s"
+            got = f"{options.master_addr}:{options.master_port}{reason}"
+            raise UsageError(must("MASTER_ADDR:MASTER_PORT", needed, got))
         time.sleep(min(1.0, options.timeout / 10))
 
 
@@ -156,7 +157,7 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str) -> list[
     store.add("here", 1)
     if store.add(f"nodes/{rank}", 1) > 1:
         first = json.loads(store.get(f"report/{rank}"))["who"]
-        store.set("ended", f"NODE_RANK must differ from node to node; got {rank} on {first} and {who}")
+        store.set("ended", must("NODE_RANK", "differ from node to node", f"{rank} on {first} and {who}"))
     else:
         same = {**versions(), "NNODES": str(options.nnodes), "NPROC_PER_NODE": str(options.processes)}
         problems = list(_interface_problems(options, local))
@@ -167,7 +168,7 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str) -> list[
     clock = time.time()  # every node reads it at the same moment
     if rank == 0 and (missing := [str(each) for each in range(options.nnodes) if each not in reports]):
         where = f"{options.master_addr}:{options.master_port} within {options.timeout} s"
-        late = f"all {options.nnodes} nodes must report to {where}; got nothing from node {', '.join(missing)}"
+        late = must(f"all {options.nnodes} nodes", f"report to {where}", f"nothing from node {', '.join(missing)}")
         store.compare_set("ended", "", late)
     names = {each: report["who"] for each, report in reports.items()}
     problems = differences({names[each]: report["same"] for each, report in reports.items()})
@@ -177,10 +178,9 @@ def _problems(store: "TCPStore", options: PreflightOptions, local: str) -> list[
     clocks = _gathered(store, "clock", options, _PATIENCE)
     for other, read in clocks.items():
         if abs(ahead := read - clocks.get(0, read)) > options.clock_seconds:
-            problems.append(
-                f"the clock of {names[other]} must agree with node 0's within clock_seconds="
-                f"{options.clock_seconds:g}; got {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} it"
-            )
+            needed = f"agree with node 0's within clock_seconds={options.clock_seconds:g}"
+            got = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} it"
+            problems.append(must(f"the clock of {names[other]}", needed, got))
     problems += [f"{name} ended during the check" for other, name in names.items() if other not in clocks]
     # A line in `ended` takes the place of all others, so that every node ends with the same text.
     problems = [store.get("ended").decode()] if store.check(["ended"]) else problems
@@ -212,7 +212,7 @@ def _interface_problems(options: PreflightOptions, local: str) -> Iterator[str]:
         for named in os.environ.get(variable, "").lstrip("=^").split(","):
             if named and not any(interface.startswith(named) for interface in interfaces):
                 missing = True
-                yield f"{variable} must name an interface of {_name(options)}, {there}; got {named}"
+                yield must(variable, f"name an interface of {_name(options)}, {there}", named)
     if missing or os.environ.get("GLOO_SOCKET_IFNAME") or options.local_addr:
         return
     address = None  # at which gloo listens
@@ -220,11 +220,10 @@ def _interface_problems(options: PreflightOptions, local: str) -> Iterator[str]:
         address = str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
     loopback = ("127.", "::1")
     if address is None or (address.startswith(loopback) and not local.startswith(loopback)):
-        yield (
-            f"GLOO_SOCKET_IFNAME must name the interface of {_name(options)} that other nodes reach, since its host "
-            f"name resolves to {address or 'nothing'}; got nothing (interfaces: {there}; it reaches node 0 from "
-            f"{local})"
-        )
+        why = f"since its host name resolves to {address or 'nothing'}"
+        needed = f"name the interface of {_name(options)} that other nodes reach, {why}"
+        got = f"nothing (interfaces: {there}; it reaches node 0 from {local})"
+        yield must("GLOO_SOCKET_IFNAME", needed, got)
 
 
 def _name(options: PreflightOptions) -> str:

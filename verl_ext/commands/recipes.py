@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from verl_ext.commands.command_line import command
-from verl_ext.options import Options, UsageError, choice_problem, option
+from verl_ext.options import Options, UsageError, choice_problem, must, option
 
 _LINE = 120  # letters of a purpose from which the list has its first clause alone
 _LEFT_OUT = ("__pycache__", "*.pyc")
@@ -35,7 +35,7 @@ class RecipesOptions(Options):
     def problems(self) -> Iterator[str]:
         """Yield a line for a folder without a recipe."""
         if self.to is not None and self.name is None:
-            yield f"name is required with to={self.to}: the recipe to copy"
+            yield f"name is required with to={self.to}: the recipe to copy; got null"
 
 
 def recipes(options: RecipesOptions) -> str:
@@ -59,7 +59,7 @@ def recipes(options: RecipesOptions) -> str:
     place = Path(options.to).expanduser()
     copy = place / folder.relative_to(root)  # a script finds what it shares by the same relative path
     if copy.exists():
-        raise UsageError(f"to must be a folder without {copy.relative_to(place)}; got {options.to}")
+        raise UsageError(must("to", f"be a folder without {copy.relative_to(place)}", options.to))
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(*_LEFT_OUT))
     for script in _shared_scripts(root, folder):
         if not (place / script.name).exists():

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl_ext.commands.preview import Decode, Run, preview_of
-from verl_ext.options import DataError, Options, one_line
+from verl_ext.options import DataError, Options, must, one_line
 from verl_ext.redaction import redacted
 from verl_ext.tables import Row, aligned
 from verl_ext.text.chat.options import ChatOptions
@@ -61,10 +61,8 @@ class Report:
             of_category = np.array([own == category for own in documents.category_names or ()], bool)
             self.categories.setdefault(category, Counts()).add(counts, documents.counted(of_category))
         if len(self.categories) > MAX_CATEGORIES and self.options.category_field:
-            raise DataError(
-                f"category_field={self.options.category_field} must give at most {MAX_CATEGORIES:,} categories;"
-                f" got more, such as {', '.join(list(self.categories)[-3:])}"
-            )
+            key, some = f"category_field={self.options.category_field}", ", ".join(list(self.categories)[-3:])
+            raise DataError(must(key, f"give at most {MAX_CATEGORIES:,} categories", f"more, such as {some}"))
 
     def check(self, sources: Mapping[str, Any]) -> None:
         """Raise `DataError` for sources without records, or without any usable record."""
@@ -72,7 +70,7 @@ class Report:
             if not self._records(name) and (read := self.read[name]):
                 raise DataError(f"sample must leave a record of sources.{name}, which has {read}; it left none")
             if not self._records(name):
-                raise DataError(f"sources.{name} must hold at least one record; got none in {sources[name]}")
+                raise DataError(must(f"sources.{name}", "hold at least one record", f"none in {sources[name]}"))
         if not self.total.documents and (self.held_out is None or not self.held_out.total.documents):
             raise DataError(f"no record could be used, so that nothing was written:\n{self.table()}")
 

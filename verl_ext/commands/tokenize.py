@@ -23,7 +23,7 @@ from verl_ext.commands.preview import Decode, previews_text
 from verl_ext.commands.report import Report
 from verl_ext.data.stream.megatron.masked_index import MaskedIndexes
 from verl_ext.files import CATEGORIES, REPORT, OutputFolder, write_json
-from verl_ext.options import DataError, UsageError, option, spell
+from verl_ext.options import DataError, UsageError, must, option
 from verl_ext.packing import OVER_LENGTH_POLICIES
 from verl_ext.text.arrow_folder import SHARD_BYTES, DatasetWriter
 from verl_ext.text.chat.options import ChatOptions
@@ -93,32 +93,32 @@ class TokenizeOptions(ChatOptions, SourceOptions):
             yield from self.file_name_problems()
             for name in self.sources:
                 if f"{name}_mask" in self.sources:
-                    yield f"sources.{name}_mask must have another name with format=megatron; got that of {name}'s mask"
+                    needed = "have another name with format=megatron"
+                    yield must(f"sources.{name}_mask", needed, f"that of {name}'s mask")
             if self.category_field:
-                got = f"got {self.category_field}; a source is a pair of indices"
-                yield f"category_field must be null with format=megatron; {got}"
+                got = f"{self.category_field}; a source is a pair of indices"
+                yield must("category_field", "be null with format=megatron", got)
         else:
             for name in self.changed().keys() & {"max_document_tokens", "over_length"}:
-                yield f"{name} must be left out with format=arrow: {_CUTS}; got {spell(getattr(self, name))}"
+                yield must(name, f"be left out with format=arrow: {_CUTS}", getattr(self, name))
         if isinstance(self.system, Mapping) and not self.category_field:
             for name in (name for name in self.system if name not in self.sources):
-                yield f"system.{name} must be one of sources ({', '.join(self.sources)}); got {name}"
+                yield must(f"system.{name}", f"be one of sources ({', '.join(self.sources)})", name)
         # Shares and numbers of records.
         share = self.val_share
         is_number = isinstance(share, int) and not isinstance(share, bool) and share >= 1
         if share is not None and not is_number and not (isinstance(share, float) and 0 < share < 1):
-            needed = "a share above 0 and below 1, or a whole number of records from 1"
-            yield f"val_share must be {needed}; got {spell(share)}"
+            yield must("val_share", "be a share above 0 and below 1, or a whole number of records from 1", share)
         parts = {"sample": self.sample}
         if isinstance(self.sample, dict):
             parts = {f"sample.{name}": part for name, part in self.sample.items()}
             for name in self.sample:
                 if name not in self.sources:
-                    yield f"sample.{name} must be one of sources ({', '.join(self.sources)}); got {name}"
+                    yield must(f"sample.{name}", f"be one of sources ({', '.join(self.sources)})", name)
         for key, part in parts.items():
             is_number = isinstance(part, int) and not isinstance(part, bool) and part >= 1
             if part is not None and not is_number and not (isinstance(part, float) and 0 < part <= 1):
-                yield f"{key} must be a fraction above 0 and at most 1.0, or a number of records from 1; got {part}"
+                yield must(key, "be a fraction above 0 and at most 1.0, or a number of records from 1", part)
 
 
 def tokenize_sources(options: TokenizeOptions) -> str:
@@ -171,7 +171,7 @@ def write_dataset(
         encoder, categories = TokenRecordEncoder(options), {}
         # Megatron's pairs of indices have no place for a category of each token.
         if options.format == "megatron":
-            raise UsageError("format must be arrow for tokenized records, whose category_ids it stores; got megatron")
+            raise UsageError(must("format", "be arrow for tokenized records, whose category_ids it stores", "megatron"))
     on_ray = options.backend == "ray"
     how: Any = {"num_workers": options.num_workers, "on_ray": on_ray}
     how["size"] = chunk_size or (RAY_CHUNK if on_ray else CHUNK)
@@ -201,7 +201,7 @@ def write_dataset(
         if not (train.documents and held_out.documents):
             what = "leave a document for training" if held_out.documents else "hold out a document"
             got = f"which holds out {held_out.records:,} of {train.records + held_out.records:,} records"
-            raise DataError(f"val_share must {what}; got {options.val_share}, {got}")
+            raise DataError(must("val_share", what, f"{options.val_share}, {got}"))
         write_json(folder / REPORT, report.division())
         write_json(folder / "dataset_dict.json", {"splits": list(PARTS)})  # what `datasets.load_from_disk` reads
     for part in parts.parts:

@@ -29,7 +29,7 @@ from verl_ext.config.run_file import expanded
 from verl_ext.config.translation import translate
 from verl_ext.custom import names_own_class
 from verl_ext.launch.run import run_torchrun
-from verl_ext.options import DataError, Options, UsageError, option
+from verl_ext.options import DataError, Options, UsageError, must, option
 from verl_ext.overrides import Item, quoted
 from verl_ext.text.encoder_chats import ChatEncoder
 from verl_ext.text.read.sources import find_source_files
@@ -128,7 +128,7 @@ def split(words: Sequence[str], needs_torch: bool = False, trains: bool = True) 
         if not (sources := [word.replace(node, "sources", 1) for word in words_of(own, [node])]):
             continue
         if also := words_of(overrides, [key]):
-            raise UsageError(f"{key} must not be given beside {node}, which it would be made of; got {also[0]}")
+            raise UsageError(must(key, f"not be given beside {node}, which it would be made of", also[0]))
         others = [*encoding, *share] if key == "data.train_dir" else _for_validation(encoding, sources)
         texts[key] = Texts(node, [*sources, *others], default_root("verl_ext_tokenized", options.data.cache_dir))
         folders[key] = texts[key].folder
@@ -198,10 +198,10 @@ def _check_share(words: Sequence[str], share: Any) -> None:
         return
     if not words_of(words, ["data.sources"]):
         hint = "`verl-ext tokenize val_share=` divides what data.train_dir and data.val_dir then name"
-        raise UsageError(f"{_SHARE} must be null without data.sources, whose records it divides; got {share}: {hint}")
+        raise UsageError(must(_SHARE, "be null without data.sources, whose records it divides", f"{share}: {hint}"))
     for key in ("data.val_dir", "data.val_sources"):
         if given := words_of(words, [key]):
-            raise UsageError(f"{key} must be left out beside {_SHARE}, which makes the validation data; got {given[0]}")
+            raise UsageError(must(key, f"be left out beside {_SHARE}, which makes the validation data", given[0]))
 
 
 def _translated(words: Sequence[str]) -> Sequence[str]:
@@ -233,7 +233,7 @@ class Texts:
             self._options = options = read_options(TokenizeOptions, [*words, _word("output_dir", root / "new")]).dated()
             for name, needed in (("backend", "local"), ("format", "arrow")):
                 if (given := getattr(options, name)) != needed:
-                    raise UsageError(f"{name} must be {needed} here; got {given}: use `verl-ext tokenize`")
+                    raise UsageError(must(name, f"be {needed} here", f"{given}: use `verl-ext tokenize`"))
             leave_out_torch(options.model)
             if options.model.trust_remote_code:
                 print(f"note: {TRUSTED}", file=sys.stderr, flush=True)  # before the tokenizer runs it

@@ -4,6 +4,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from verl_ext.engines.new_rows import ROWS, embeddings_and_head, is_whole, train
 from verl_ext.engines.optimizer import rate_problems
 from verl_ext.layers.towers import name_hint, outside_text, text_alone
 from verl_ext.layers.trial import isolation_problem, trial_model
-from verl_ext.options import first_line, nearest_hint, options_of, plain, spell
+from verl_ext.options import first_line, must, nearest_hint, options_of, plain, spell
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -75,7 +76,7 @@ def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
     try:
         lora = _lora_config(config, model)
     except (OSError, TypeError, ValueError) as error:
-        return [f"model.lora_adapter_path must hold an adapter of LoRA; got {adapter}: {first_line(error)}"]
+        return [must("model.lora_adapter_path", "hold an adapter of LoRA", f"{adapter}: {first_line(error)}")]
     if adapter and (problems := list(_variant_problems(lora, adapter))):
         return problems
     given = lora.target_modules if isinstance(lora.target_modules, str) else sorted(lora.target_modules or ())
@@ -90,7 +91,7 @@ def lora_problems(config: "RunConfig", model: Architecture) -> list[str]:
     named = [name for name in refused if lora.target_modules and targets_module(lora, name)]
     if named:
         why = "tied weights are exported as one" if tied else "verl 0.9.1's FSDP2 cannot shard an adapter there"
-        return [f"{key} must leave out {' and '.join(named)}: {why}; got {given}"]
+        return [must(key, f"leave out {' and '.join(named)}: {why}", given)]
     if problems := list(_new_token_problems(model, lora, key, spell(adapter or given))):
         return problems
     # What names do not tell, a copy of the model with these adapters does.
@@ -138,18 +139,18 @@ def _setting_problems(settings: Mapping[str, Any], adapter: str | None, targets:
     for name in settings if adapter else ():
         default = spell(options_of(LoraOptions)[name].default)
         decides = f"model.lora_adapter_path={adapter}, whose adapter_config.json decides it"
-        yield f"model.{name} must be {default} with {decides}; got {spell(settings[name])}"
+        yield must(f"model.{name}", f"be {default} with {decides}", settings[name])
     layers = settings.get("layers_to_transform")
     if layers is not None and isinstance(targets, str):
-        yield f"model.target_modules must be a list of names with model.layers_to_transform={layers}; got {targets}"
+        yield must("model.target_modules", f"be a list of names with model.layers_to_transform={layers}", targets)
     if layers is not None and parameters:
         instead = "whose names can have a layer (layers.1.mlp.experts.down_proj)"
-        yield f"model.layers_to_transform must be null with model.target_parameters, {instead}; got {layers}"
+        yield must("model.layers_to_transform", f"be null with model.target_parameters, {instead}", layers)
     for name in ("lora_dropout", "use_dora"):
         if parameters and name in settings:
             default = spell(options_of(LoraOptions)[name].default)
             why = "model.target_parameters, whose adapters change weights and not inputs"
-            yield f"model.{name} must be {default} with {why}; got {spell(settings[name])}"
+            yield must(f"model.{name}", f"be {default} with {why}", settings[name])
 
 
 def _name_problems(model: Architecture, lora: Any, key: str) -> Iterator[str]:
@@ -169,12 +170,12 @@ def _name_problems(model: Architecture, lora: Any, key: str) -> Iterator[str]:
         alone = LoraConfig(target_modules=target if isinstance(given, str) else [target])
         if not any(targets_module(alone, name) for name in modules):
             hint = nearest_hint(target, {name.rpartition(".")[2] for name in modules})
-            yield f"{key} must name modules of {whose}; got {target}{hint}"
+            yield must(key, f"name modules of {whose}", target) + hint
             return
     for target in lora.target_parameters or ():
         if not any(f".{name}".endswith(f".{target}") for name in parameters):
             of_modules = key.replace("target_modules", "target_parameters")
-            yield f"{of_modules} must name parameters of {whose}; got {target}{name_hint(target, parameters)}"
+            yield must(of_modules, f"name parameters of {whose}", target) + name_hint(target, parameters)
     # A module that is trained whole is copied, so that it may hold nothing that others share.
     for name in lora.modules_to_save or ():
         saved = [part for path, part in modules.items() if path.endswith(name)]
@@ -184,14 +185,14 @@ def _name_problems(model: Architecture, lora: Any, key: str) -> Iterator[str]:
                 name, {path.rpartition(".")[2] for path, part in modules.items() if _can_be_whole(part)}
             )
             of_modules = key.replace("target_modules", "modules_to_save")
-            yield f"{of_modules} must name embeddings and linear layers of {whose}; got {name}{hint}"
+            yield must(of_modules, f"name embeddings and linear layers of {whose}", name) + hint
     layers = lora.layers_to_transform
     for layer in [layers] if isinstance(layers, int) else layers or ():
         alone = copy.copy(lora)
         alone.layers_to_transform = [layer]
         if not any(targets_module(alone, name) for name in modules):
             of_modules = key.replace("target_modules", "layers_to_transform")
-            yield f"{of_modules} must name layers of {whose} with adapters; got {layer}"
+            yield must(of_modules, f"name layers of {whose} with adapters", layer)
 
 
 def _new_token_problems(model: Architecture, lora: Any, key: str, got: str) -> Iterator[str]:
@@ -204,18 +205,18 @@ def _new_token_problems(model: Architecture, lora: Any, key: str, got: str) -> I
     rows, whole, node = lora.trainable_token_indices or {}, lora.modules_to_save or (), key.partition(":")[0]
     rows = rows if isinstance(rows, dict) else {ends[0]: rows}
     if len({is_whole(name, whole) for name in ends}) > 1 and getattr(model.hf_config, "tie_word_embeddings", False):
-        must = f"{key.replace('target_modules', 'modules_to_save')} must name both or none of {' and '.join(ends)}"
-        yield f"{must}, which are tied, with model.new_tokens; got {spell(list(whole))}"
+        needed = f"name both or none of {' and '.join(ends)}, which are tied, with model.new_tokens"
+        yield must(key.replace("target_modules", "modules_to_save"), needed, list(whole))
         return
     if getattr(model.module.get_submodule(ends[-1]), "bias", None) is not None:
         drops = f"a {model.cls.__name__}, of whose head PEFT would drop the bias"
-        yield f"model.new_tokens must be [] with adapters of {drops}; got {len(model.new_pieces)} of them"
+        yield must("model.new_tokens", f"be [] with adapters of {drops}", f"{len(model.new_pieces)} of them")
     for name in trained_rows(model.module, model.new_pieces, whole).get(ROWS, {}):
         if lora.target_modules and targets_module(lora, name):
-            yield f"{key} must leave out {name} with model.new_tokens, whose rows are trained there; got {got}"
+            yield must(key, f"leave out {name} with model.new_tokens, whose rows are trained there", got)
         of_part = next((found for end, found in rows.items() if f".{name}".endswith(f".{end}")), ())
         if missing := sorted({*model.new_pieces} - {*of_part}):
-            yield f"{node} must train the rows of model.new_tokens in {name}; got {got}, without row {missing[0]}"
+            yield must(node, f"train the rows of model.new_tokens in {name}", f"{got}, without row {missing[0]}")
 
 
 def _can_be_whole(module: torch.nn.Module) -> bool:
@@ -224,19 +225,17 @@ def _can_be_whole(module: torch.nn.Module) -> bool:
 
 def _variant_problems(lora: Any, adapter: str) -> Iterator[str]:
     """Yield a line for each adapter property that training does not compute."""
-    needed = "model.lora_adapter_path must hold an adapter"
+    key = "model.lora_adapter_path"
     if (kind := str(lora.peft_type.value)) != "LORA":
-        yield f"{needed} of LoRA; got {adapter}, of {kind}"
+        yield must(key, "hold an adapter of LoRA", f"{adapter}, of {kind}")
         return
     for name in _NOT_TRAINED:
         if getattr(lora, name, None):
-            yield f"{needed} without {name}, which packs do not train; got {adapter}"
+            yield must(key, f"hold an adapter without {name}, which packs do not train", adapter)
     if str(lora.init_lora_weights).startswith(_CHANGE_BASE):
-        yield (
-            f"{needed} of the weights in model.path as they are; got {adapter} of init_lora_weights="
-            f"{lora.init_lora_weights}, which takes a part of them (PEFT's save_pretrained converts it: "
-            "path_initial_model_for_weight_conversion)"
-        )
+        got = f"{adapter} of init_lora_weights={lora.init_lora_weights}, which takes a part of them"
+        hint = " (PEFT's save_pretrained converts it: path_initial_model_for_weight_conversion)"
+        yield must(key, "hold an adapter of the weights in model.path as they are", got + hint)
 
 
 def _merge_problems(config: "RunConfig", model: Architecture, lora: Any) -> Iterator[str]:
@@ -253,27 +252,28 @@ def _merge_problems(config: "RunConfig", model: Architecture, lora: Any) -> Iter
         for name, value in given_settings(config.model_options).items():
             if name in str(error):  # of the experts among all-linear
                 key, got = f"model.{name}", spell(value)
-        yield f"{key} must be adapters that a {model.name} can have; got {got} ({first_line(error)})"
+        needed = f"be adapters that a {model.name} can have"
+        if any("bnb" in frame.name or "bitsandbytes" in frame.filename for frame in extract_tb(error.__traceback__)):
+            needed = "be applied by a PEFT whose bitsandbytes can be imported (reinstall or uninstall it)"
+        yield must(key, needed, f"{got} ({first_line(error)})")
         return
     if other := set(expected) ^ set(adapted_parts(adapted)):
-        yield f"{key} must be names that PEFT adapts as they are written; got {got} ({counted_parts(other)} differ)"
+        yield must(key, "be names that PEFT adapts as they are written", f"{got} ({counted_parts(other)} differ)")
         return
     # The tensors of a folder are compared before its adapters are merged, and told last.
     folder = config.model_options.lora_adapter_path
     differences = [*adapter_weight_problems(model.module, adapted, folder)] if folder else []
     yield from rate_problems(adapted, config.optim.lr_of)
     if failure := _trial(model, lora, adapted):
-        yield f"{key} must be adapters with which a {model.name} computes; got {got} ({failure})"
+        yield must(key, f"be adapters with which a {model.name} computes", f"{got} ({failure})")
         return
     if "hf_model" in config.checkpoint.save_contents:
         try:
             adapted.merge_and_unload()
         except Exception as error:
-            yield (
-                "checkpoint.save_contents must leave out hf_model for adapters that cannot be merged "
-                f"({first_line(error)}); got {spell(list(config.checkpoint.save_contents))}: "
-                "verl-ext export form=adapter writes them as they are"
-            )
+            needed = f"leave out hf_model for adapters that cannot be merged ({first_line(error)})"
+            line = must("checkpoint.save_contents", needed, list(config.checkpoint.save_contents))
+            yield f"{line}: verl-ext export form=adapter writes them as they are"
             return
     yield from differences
 

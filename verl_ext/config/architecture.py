@@ -9,7 +9,7 @@ import torch
 
 from verl_ext.layers import torch_forms
 from verl_ext.layers.towers import model_class
-from verl_ext.options import first_line
+from verl_ext.options import first_line, must
 
 
 class Architecture:
@@ -36,7 +36,7 @@ class Architecture:
             return model_class(self.hf_config)
         except ImportError as error:  # of a package that is installed and that the class would use, which comes first
             got = f"torch {torch.__version__} ({first_line(error.__cause__ or error)})"
-            raise ValueError(f"model.path: the class of a {self.name} must be importable; got {got}") from error
+            raise ValueError(must(f"model.path: the class of a {self.name}", "be importable", got)) from error
 
     @cached_property
     def module(self) -> Any:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from verl.trainer.config import CheckpointConfig
 
-from verl_ext.options import Options, option, spell
+from verl_ext.options import Options, must, option, spell
 
 _OF_A_BIN = r"(_\d+_(\d+|inf))?"
 # The metrics of which more is better.
@@ -29,7 +29,7 @@ def _metric_problem(key: str, metric: str | None) -> str | None:
     """Return a line if a metric is not one of validation; which of these a run has is known with its data."""
     if metric is None or re.fullmatch("val/.+", metric):
         return None
-    return f"{key} must be a metric of validation, such as val/loss or val/CATEGORY_loss; got {spell(metric)}"
+    return must(key, "be a metric of validation, such as val/loss or val/CATEGORY_loss", metric)
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the checkpoint node
@@ -38,9 +38,7 @@ class BestOptions(Options):
 
     prefix: ClassVar[str] = "checkpoint"
 
-    save_lora_only: bool = option(
-        True, "true: a checkpoint of a run with adapters holds what is trained alone, false: the frozen base too"
-    )
+    save_lora_only: bool = option(True, "true: checkpoints hold only what is trained, false: the frozen base too")
     keep_best: str | None = option(
         None,
         "metric of validation or answers whose best step is saved at once, kept beyond trainer.max_ckpt_to_keep and "
@@ -64,9 +62,7 @@ class EarlyStopOptions(Options):
 
     prefix: ClassVar[str] = "trainer.early_stop"
 
-    metric: str | None = option(
-        None, "metric, as in checkpoint.keep_best, that must go on improving; null: train to the last step"
-    )
+    metric: str | None = option(None, "metric that must improve, as for keep_best; null: train to the last step")
     patience: int = option(3, "measurements in a row without an improvement, after which the run ends", least=1)
     least: float = option(0.0, "change that an improvement must exceed", least=0)
 

@@ -33,7 +33,7 @@ from verl_ext.engines.schedule import OptimOptions, schedule_problems
 from verl_ext.layers.mixers import positions_of_padding
 from verl_ext.layers.towers import model_class, without_code
 from verl_ext.losses import PREFERENCE_MODES, PreferenceOptions
-from verl_ext.options import choice_problem, first_line, nearest_hint, options_of, refuse, spell
+from verl_ext.options import choice_problem, first_line, must, nearest_hint, options_of, refuse, spell
 from verl_ext.parallel.experts import KEY as EP
 from verl_ext.plugin import register_architectures
 
@@ -70,7 +70,7 @@ def check_run(config: RunConfig, hf_config: Any = None) -> ModelFacts:
         *kind.config_problems(config),
     ]
     if config.trainer.eval_only and config.trainer.overwrite:
-        problems.append("trainer.overwrite must be false with trainer.eval_only=true, which replaces no run; got true")
+        problems.append(must("trainer.overwrite", "be false with trainer.eval_only=true, which replaces no run", True))
     # The model is examined even after other mistakes, so that one start reports all of them.
     path = str(config.model_options.hf_config_path or config.model_options.path or "")
     model = None
@@ -92,18 +92,18 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
     mode, path = config.loss.mode, config.reference.path
     compares, has_units = mode in PreferenceOptions.modes, config.dataset_class.has_units
     if compares and not has_units:
-        got = f"got data.custom_cls.name={config.dataset_class.__name__}, whose packs have no answers"
-        yield f"data must be preference with loss.mode={mode}; {got}"
+        got = f"data.custom_cls.name={config.dataset_class.__name__}, whose packs have no answers"
+        yield must("data", f"be preference with loss.mode={mode}", got)
     elif has_units and not compares:
-        wanted = f"loss must be one of {', '.join(PreferenceOptions.modes)} with data=preference"
-        yield f"{wanted} (data=chosen trains on the preferred answers alone); got loss.mode={mode}"
+        needed = f"be one of {', '.join(PreferenceOptions.modes)} with data=preference"
+        yield must("loss", f"{needed} (data=chosen trains on the preferred answers alone)", f"loss.mode={mode}")
     needs = compares and PREFERENCE_MODES[mode].has_reference
     if path is not None and not needs:
-        yield f"reference.path must be null with loss.mode={mode}, which has no reference; got {path}"
+        yield must("reference.path", f"be null with loss.mode={mode}, which has no reference", path)
     elif path is not None and _is_missing(str(path)):
-        yield f"reference.path must be an existing folder or a hub name; got {path}"
+        yield must("reference.path", "be an existing folder or a hub name", path)
     elif path is not None and (given := [*config.model_options.new_tokens, *config.model_options.new_special_tokens]):
-        yield f"reference.path must be null with model.new_tokens={spell(given)}, which the reference lacks; got {path}"
+        yield must("reference.path", f"be null with model.new_tokens={spell(given)}, which the reference lacks", path)
     elif path is None and needs and config.trainer.eval_only:
         yield "reference.path is required with trainer.eval_only=true, where the model is not its reference; got null"
 
@@ -148,8 +148,8 @@ def data_problems(config: RunConfig) -> Iterator[str]:
         elif of_answers and config.eval.freq is None:
             yield f"eval.freq is required with {key}={metric}, which is else measured only at the end; got null"
         elif not (of_answers or by_steps or per_epoch):
-            must = "trainer.test_freq or trainer.tests_per_epoch must say how often to validate"
-            yield f"{must} with {key}={metric}; got {spell(test_freq)} and null"
+            needed = f"say how often to validate with {key}={metric}"
+            yield must("trainer.test_freq or trainer.tests_per_epoch", needed, f"{spell(test_freq)} and null")
 
 
 def batch_problem(config: Any, ranks: int) -> str | None:
@@ -160,22 +160,21 @@ def batch_problem(config: Any, ranks: int) -> str | None:
     ulysses, groups = config.engine.ulysses_sequence_parallel_size, config.parallel.context_parallel_size
     keys, sizes = (SP, f"{ulysses}") if groups == 1 else (f"{SP} × {CP}", f"{ulysses} × {groups}")
     if ranks % (ulysses * groups):
-        return f"{keys} must divide the number of ranks; got {sizes} with {ranks} rank{'s' * (ranks > 1)}"
+        return must(keys, "divide the number of ranks", f"{sizes} with {ranks} rank{'s' * (ranks > 1)}")
     shard = config.engine.fsdp_size
     if shard != -1 and (shard < 1 or ranks % shard):
-        return f"engine.fsdp_size must divide the number of ranks or be -1; got {shard} with {ranks}"
+        return must("engine.fsdp_size", "divide the number of ranks or be -1", f"{shard} with {ranks}")
     of_shards = "the number of ranks" if shard == -1 else "engine.fsdp_size"
     if (ranks if shard == -1 else shard) % config.parallel.expert_parallel:
-        got = f"got {config.parallel.expert_parallel} with {ranks if shard == -1 else shard}"
-        return f"{EP} must divide {of_shards}; {got}"
+        got = f"{config.parallel.expert_parallel} with {ranks if shard == -1 else shard}"
+        return must(EP, f"divide {of_shards}", got)
     batch, micro = config.data.train_batch_size, config.data.micro_batch_size_per_gpu
     packs = ranks // (ulysses * groups)
     if batch % (packs * micro) == 0:
         return None
-    return (
-        "data.train_batch_size must be a multiple of the data-parallel size × data.micro_batch_size_per_gpu = "
-        f"{packs} × {micro} = {packs * micro} (ranks {ranks}, {keys} {sizes}); got {batch}"
-    )
+    product = f"{packs} × {micro} = {packs * micro} (ranks {ranks}, {keys} {sizes})"
+    needed = f"be a multiple of the data-parallel size × data.micro_batch_size_per_gpu = {product}"
+    return must("data.train_batch_size", needed, batch)
 
 
 def check_categories(loss: Any, names: Sequence[str]) -> None:
@@ -188,7 +187,7 @@ def check_categories(loss: Any, names: Sequence[str]) -> None:
     key, weights = "loss.category_weights", loss.category_weights or {}
     refuse(choice_problem(f"a name in {key}", name, names) for name in weights)
     if names and all(weights.get(name, 1.0) == 0 for name in names):
-        raise ValueError(f"{key} must leave a category a weight above 0; got 0 for all of {', '.join(names)}")
+        raise ValueError(must(key, "leave a category a weight above 0", f"0 for all of {', '.join(names)}"))
 
 
 def check_watched(config: RunConfig, measured: Sequence[str], asked: Iterable[str]) -> None:
@@ -201,8 +200,8 @@ def check_watched(config: RunConfig, measured: Sequence[str], asked: Iterable[st
     for key, metric in config.watched.items():
         names = scores if is_of_answers(metric) else measured
         if metric not in names:
-            must = f"{key} must be a metric that a validation of this run has, such as {names[0]}"
-            raise ValueError(f"{must}; got {metric}{nearest_hint(metric, names)}")
+            needed = f"be a metric that a validation of this run has, such as {names[0]}"
+            raise ValueError(must(key, needed, metric) + nearest_hint(metric, names))
 
 
 def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> None:
@@ -214,11 +213,10 @@ def check_positions(longest_document: int, max_tokens: int, hf_config: Any) -> N
     positions = model_positions(hf_config)
     longest = min(longest_document, max_tokens)
     if positions is not None and longest > positions:
-        raise ValueError(
-            f"data.max_tokens must be at most the model's {positions} positions while a document is longer than those; "
-            f"got {max_tokens} and a longest document of {longest} tokens: lower it with data.over_length=drop, "
-            "truncate or split, or extend the model by model.override_config"
-        )
+        needed = f"be at most the model's {positions} positions while a document is longer than those"
+        got = f"{max_tokens} and a longest document of {longest} tokens"
+        hint = "lower it with data.over_length=drop, truncate or split, or extend the model by model.override_config"
+        raise ValueError(must("data.max_tokens", needed, f"{got}: {hint}"))
 
 
 def model_positions(hf_config: Any) -> int | None:
@@ -248,18 +246,18 @@ def run_path_problems(config: RunConfig) -> Iterator[str]:
     for name in ("path", "hf_config_path", "tokenizer_path", "lora_adapter_path"):
         value = getattr(options, name)
         if value and _is_missing(str(value)):
-            yield f"model.{name} must be an existing folder or a hub name; got {value}"
+            yield must(f"model.{name}", "be an existing folder or a hub name", value)
     folder = os.path.expanduser(str(options.tokenizer_path or ""))
     if os.path.isdir(folder) and not any(re.search(r"token|vocab|\.model$", name) for name in os.listdir(folder)):
-        yield f"model.tokenizer_path must hold a tokenizer; got {options.tokenizer_path}"
+        yield must("model.tokenizer_path", "hold a tokenizer", options.tokenizer_path)
     adapter = str(options.lora_adapter_path or "")
     if adapter and not options.lora_rank:
-        yield f"model.lora_rank must be at least 1 with model.lora_adapter_path={adapter}; got 0"
+        yield must("model.lora_rank", f"be at least 1 with model.lora_adapter_path={adapter}", 0)
     if os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
-        yield f"model.lora_adapter_path must hold an adapter_config.json; got {adapter}"
+        yield must("model.lora_adapter_path", "hold an adapter_config.json", adapter)
     resume = config.trainer.resume_from_path
     if resume and config.trainer.resume_mode != "disable" and not os.path.isdir(os.path.expanduser(resume)):
-        yield f"trainer.resume_from_path must be an existing global_step_N folder; got {resume}"
+        yield must("trainer.resume_from_path", "be an existing global_step_N folder", resume)
 
 
 def check_weight_files(config: RunConfig) -> None:
@@ -273,7 +271,8 @@ def device_problems(config: RunConfig) -> Iterator[str]:
     device, engine, accelerator = config.trainer.device, config.engine, config.machine.accelerator
     on_cpu = device == "cpu" or accelerator is None
     if accelerator == "npu":
-        yield "NPUs are not supported: trainer.device must be cuda or cpu, on a machine that shows no NPU"
+        got = f"{device} and a visible NPU"
+        yield must("trainer.device", "be cuda or cpu, on a machine that shows no NPU", got)
     elif device == "cuda" and accelerator is None:
         yield f"parallel=fsdp2 (trainer.device={device}) needs a GPU; none is visible; use parallel=cpu"
     elif device == "cpu" and accelerator is not None:
@@ -282,7 +281,7 @@ def device_problems(config: RunConfig) -> Iterator[str]:
             f"platform once; got a visible {accelerator}: start it with CUDA_VISIBLE_DEVICES="
         )
     if engine.offload_policy and on_cpu:
-        yield "engine.offload_policy must be false on CPU, where host memory holds everything; got true"
+        yield must("engine.offload_policy", "be false on CPU, where host memory holds everything", True)
     if config.model_options.activation_offload and not config.model_options.enable_gradient_checkpointing:
         yield NEEDS_CHECKPOINTS
     if config.model_options.use_liger and accelerator and importlib.util.find_spec("liger_kernel") is None:
@@ -296,7 +295,7 @@ def library_problems(config: RunConfig) -> Iterator[str]:
         try:
             importlib.import_module(name)
         except Exception as error:  # a user's module may raise anything
-            yield f"model.external_lib must be a module that can be imported; got {spell(name)} ({first_line(error)})"
+            yield must("model.external_lib", "be a module that can be imported", name) + f" ({first_line(error)})"
 
 
 def wrap_problems(config: RunConfig, hf_config: Any) -> Iterator[str | None]:
@@ -323,23 +322,23 @@ def optimizer_problem(config: RunConfig) -> str | None:
     """
     optim, key = config.optim, "optim.optimizer_impl"
     if not isinstance(optim.optimizer_impl, str) or not optim.optimizer_impl:
-        return f"{key} must be a module that is installed; got {spell(optim.optimizer_impl)}"
+        return must(key, "be a module that is installed", optim.optimizer_impl)
     try:
         names = {
             **vars(importlib.import_module(optim.optimizer_impl)),
             **(OWN if optim.optimizer_impl == "torch.optim" else {}),
         }
     except ImportError as error:
-        return f"{key} must be a module that is installed; got {optim.optimizer_impl} ({first_line(error)})"
+        return must(key, "be a module that is installed", f"{optim.optimizer_impl} ({first_line(error)})")
     kinds = {name for name, kind in names.items() if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)}
     if not kinds:
-        return f"{key} must be a module of optimizers; got {optim.optimizer_impl}"
+        return must(key, "be a module of optimizers", optim.optimizer_impl)
     if spell(optim.optimizer) not in names:  # a list is unhashable
         return choice_problem("optim.optimizer", optim.optimizer, sorted(kinds - {"Optimizer"}))
     # A trial on small parameters shows what an optimizer refuses before weights are loaded.
     steps = 0 if optim.optimizer_impl.split(".")[0] in _ON_GPU_ALONE else 2
     if not isinstance(given := optim.override_optimizer_config or {}, Mapping):
-        return f"optim.override_optimizer_config must be a mapping of names to values; got {spell(given)}"
+        return must("optim.override_optimizer_config", "be a mapping of names to values", given)
     ignored = _OF_GPU if config.trainer.device != "cpu" and optim.optimizer != AdamW8bit.__name__ else ()
 
     def problem_of(options: dict[str, Any]) -> str | None:
@@ -349,9 +348,9 @@ def optimizer_problem(config: RunConfig) -> str | None:
     if not (problem := problem_of({name: value for name, value in given.items() if name not in ignored})):
         return _state_problem(config)
     if given and not problem_of({}):
-        return f"optim.override_optimizer_config must be options of {optim.optimizer}; got {spell(given)} ({problem})"
-    must = "an optimizer that takes steps of FSDP2's shards of matrices and vectors, with a weight decay"
-    return f"optim.optimizer must be {must}; got {optim.optimizer} ({problem})"
+        return must("optim.override_optimizer_config", f"be options of {optim.optimizer}", given) + f" ({problem})"
+    needed = "be an optimizer that takes steps of FSDP2's shards of matrices and vectors, with a weight decay"
+    return must("optim.optimizer", needed, f"{optim.optimizer} ({problem})")
 
 
 def _state_problem(config: RunConfig) -> str | None:
@@ -360,8 +359,9 @@ def _state_problem(config: RunConfig) -> str | None:
     key = next((key for key, parts in contents.items() if "optimizer" in parts), None)
     if key is None or config.optim.optimizer_impl == "torch.optim" or config.trainer.eval_only:
         return None
-    must = f"checkpoint.{key} must leave out optimizer with optim.optimizer_impl={config.optim.optimizer_impl}"
-    return f"{must}, whose state not every number of ranks could resume; got {spell(list(contents[key]))}"
+    needed = f"leave out optimizer with optim.optimizer_impl={config.optim.optimizer_impl}"
+    needed = f"{needed}, whose state not every number of ranks could resume"
+    return must(f"checkpoint.{key}", needed, list(contents[key]))
 
 
 def _is_missing(path: str) -> bool:
@@ -387,4 +387,4 @@ def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") ->
         if kind and (since := FIRST_VERSION.get(kind[1])):
             place = "docs/reference/newer_models.md"
             reason = f"transformers has {kind[1]} from {since} on, not in {version('transformers')}: {place}"
-        raise ValueError(f"{key} must hold a model's config.json; got {path} ({reason})") from error
+        raise ValueError(must(key, "hold a model's config.json", f"{path} ({reason})")) from error

@@ -20,7 +20,7 @@ from verl_ext.config.translation import translate
 from verl_ext.custom import names_own_class
 from verl_ext.data import SFTDataSet
 from verl_ext.losses import PreferenceOptions
-from verl_ext.options import leaves, spell
+from verl_ext.options import leaves, must, spell
 from verl_ext.overrides import Item, parsed_words, restored, split_flags
 
 PRIMARY = "sft"
@@ -126,7 +126,7 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
     if unknown:
         raise ValueError(schema.unknown_key(unknown[0]))
     if item.key in (nodes := schema.nodes()) and item.value is not None and not isinstance(value, dict):
-        raise ValueError(f"{item.key} must be given by its keys, such as {nodes[item.key]}; got {spell(value)}")
+        raise ValueError(must(item.key, f"be given by its keys, such as {nodes[item.key]}", value))
     notice = f"+{item.key}: the key exists, so it is read without the +" if item.prefix == "+" else None
     if group == "recipe" and (value is None or item.prefix == "~"):
         return None, notice  # the default is no recipe

@@ -13,7 +13,7 @@ from verl_ext.config.quantized import quantization_of
 from verl_ext.engines.lora import counted_parts, modules_to_save
 from verl_ext.engines.nf4 import BLOCK, quantize
 from verl_ext.engines.nf4_reading import targets
-from verl_ext.options import first_line, spell
+from verl_ext.options import first_line, must, spell
 
 if TYPE_CHECKING:
     from verl_ext.config.run import RunConfig
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 def nf4_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     """Yield a line for each requirement that a run, its machine or its model does not meet."""
-    options, must = config.model_options, "model.quantization must be null"
+    options, key = config.model_options, "model.quantization"
     if options.quantization is None:
         if options.quantization_nested:
-            yield "model.quantization_nested must be false without model.quantization=nf4; got true"
+            yield must("model.quantization_nested", "be false without model.quantization=nf4", True)
         return
     if not options.lora_rank:
         beside = f" and with model.freeze={spell(options.freeze)}" if options.freeze else ""
-        yield f"{must} without adapters (model=lora){beside}, because four bits are not trained; got nf4"
+        yield must(key, f"be null without adapters (model=lora){beside}, because four bits are not trained", "nf4")
     if Version(torch.__version__).release < (2, 12):
-        yield f"{must} before torch 2.12, whose FSDP2 takes no integers; got nf4 with torch {torch.__version__}"
+        got = f"nf4 with torch {torch.__version__}"
+        yield must(key, "be null before torch 2.12, whose FSDP2 takes no integers", got)
     if find_spec("bitsandbytes") is None:
-        yield f"{must} without bitsandbytes (pip install '.[four_bits]'); got nf4"
+        yield must(key, "be null without bitsandbytes (pip install '.[four_bits]')", "nf4")
     elif config.trainer.device != "cuda" and (problem := _kernel_problem()):
-        yield f"{must} with a bitsandbytes whose kernels do not run on this CPU; got nf4 ({problem})"
+        yield must(key, "be null with a bitsandbytes whose kernels do not run on this CPU", f"nf4 ({problem})")
     if options.experts == "eager":
-        yield "model.experts must be auto or grouped_mm with model.quantization=nf4; got eager"
+        yield must("model.experts", "be auto or grouped_mm with model.quantization=nf4", "eager")
     if method := quantization_of(model.hf_config).get("quant_method"):
-        yield (
-            f"{must} for weights that are stored quantized, whose numbers would be rounded twice: name the model that "
-            f"they were made from, in bf16; got nf4 with quant_method={method}"
-        )
+        why = "whose numbers would be rounded twice: name the model that they were made from, in bf16"
+        needed = f"be null for weights that are stored quantized, {why}"
+        yield must(key, needed, f"nf4 with quant_method={method}")
     elif model.module is not None and os.path.exists(str(options.lora_adapter_path or ".")):
         yield from _weight_problems(model, modules_to_save(options))
 
@@ -59,16 +59,16 @@ def _weight_problems(model: Architecture, whole: list[str]) -> Iterator[str]:
     found = targets(model.module, whole)
     if torn := [target.full_name for target in found if target.weight.shape[-1] % BLOCK]:
         sizes = sorted({target.weight.shape[-1] for target in found if target.weight.shape[-1] % BLOCK})
-        yield (
-            f"model.quantization must be null for a {model.name}, whose rows do not divide into blocks of {BLOCK} "
-            f"numbers; got nf4 with {counted_parts(torn)} of {', '.join(map(str, sizes))} numbers a row"
-        )
+        needed = f"be null for a {model.name}, whose rows do not divide into blocks of {BLOCK} numbers"
+        got = f"nf4 with {counted_parts(torn)} of {', '.join(map(str, sizes))} numbers a row"
+        yield must("model.quantization", needed, got)
     known = {id(target.weight) for target in found}
     stacked = [name for name, p in model.module.named_parameters() if p.ndim == 3 and id(p) not in known]
     experts = [name for name in stacked if "expert" in name]
     if experts or not found:
         lacking = counted_parts(experts) if experts else "no linear layer or experts of transformers' interface"
-        yield f"model.quantization must be null for a {model.name}, which it would leave whole; got nf4 with {lacking}"
+        needed = f"be null for a {model.name}, which it would leave whole"
+        yield must("model.quantization", needed, f"nf4 with {lacking}")
 
 
 def nf4_notice(config: "RunConfig", model: Architecture) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from verl_ext.config import legacy
 from verl_ext.custom import names_own_class
-from verl_ext.options import UsageError, leaves, nearest_name, spell, unknown
+from verl_ext.options import UsageError, leaves, must, nearest_name, spell, unknown
 from verl_ext.overrides import Item, parsed_words, restored, split_flags
 
 TABLE = Path(__file__).with_name("key_table.json")
@@ -102,7 +102,7 @@ def line_of_unknown(key: str, known: Iterable[str]) -> str:
 def unknown_choice(group: str, choice: str, available: Sequence[str]) -> str:
     """Return the error line for a choice that a group does not have."""
     if group == "recipe" and (conf_folder() / group / choice / "run.yaml").is_file():
-        return f"{group} must be options for a run; got {choice}, a whole run: verl-ext recipes {choice}"
+        return must(group, "be options for a run", f"{choice}, a whole run: verl-ext recipes {choice}")
     close = nearest_name(choice, available)
     hint = f"nearest: {close}; " if close else ""
     return f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}"
@@ -113,7 +113,7 @@ def read_words(words: Sequence[str]) -> tuple[list[str], list[Item]]:
     try:
         flags, others = split_flags(words)
         if bare := next((word for word in others if "=" not in word and not word.startswith("~")), None):
-            raise UsageError(f"a word must be key=value, or first the YAML file of a run; got {bare}")
+            raise UsageError(must("a word", "be key=value, or first the YAML file of a run", bare))
         return flags, parsed_words(others)
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -156,14 +156,14 @@ def _unknown(name: str, item: Item) -> str:
             f"tokenize`; got {restored(str(item))}"
         )
     if name in (row.key for row in keys_of("tokenize")):
-        return f"{name} must stand beside data.sources, whose tokens it makes; got {restored(str(item))} without them"
+        return must(name, "stand beside data.sources, whose tokens it makes", f"{restored(str(item))} without them")
     return line_of_unknown(name, _known())
 
 
 def _node_problem(key: str, value: Any) -> str | None:
     """Return a line for a node that is given as a whole by something that maps no names."""
     below = None if isinstance(value, dict) else next((k for k in sorted(_known()) if k.startswith(f"{key}.")), None)
-    return None if below is None else f"{key} must be given by its keys, such as {below}; got {spell(value)}"
+    return None if below is None else must(key, f"be given by its keys, such as {below}", value)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from verl_ext.config.quantized import dequantize
 from verl_ext.config.weights import ModelNode, check_weights
 from verl_ext.engines.new_rows import add_to_config
 from verl_ext.layers.towers import auto_class, model_class, without_code
-from verl_ext.options import Options, first_line, refuse
+from verl_ext.options import Options, first_line, must, refuse
 from verl_ext.plugin import PACKED
 from verl_ext.text.tokens.new_tokens import add_tokens
 from verl_ext.text.tokens.tokenizer import ModelOptions, read_tokenizer
@@ -125,10 +125,9 @@ class PackedModel(HFModelConfig, ModelNode):
             return []
         if asked is not None and (asked != "flash_attention_2" or backend not in ("auto", "flash_attn")):
             also = f" and attention.backend={backend}" if asked == "flash_attention_2" else ""
-            raise ValueError(
-                f"{key} must be {PACKED_ATTENTION}, which keeps documents apart: choose its kernel by "
-                f"attention.backend=auto, flash_attn, varlen or sdpa; got {asked}{also}"
-            )
+            hint = "choose its kernel by attention.backend=auto, flash_attn, varlen or sdpa"
+            needed = f"be {PACKED_ATTENTION}, which keeps documents apart: {hint}"
+            raise ValueError(must(key, needed, f"{asked}{also}"))
         set_attention(config, PACKED_ATTENTION)
         if asked is None:
             return []
@@ -189,7 +188,7 @@ class PackedModel(HFModelConfig, ModelNode):
     @classmethod
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
         """Yield a line for each reason against answering `eval.prompts` in training."""
-        yield support.answering_problem(Architecture(hf_config))
+        yield support.answering_problem(Architecture(hf_config), config.eval.prompts)
 
     @classmethod
     def identity(cls, hf_config: Any, facts: dict[str, Any]) -> dict[str, Any]:

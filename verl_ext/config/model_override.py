@@ -6,7 +6,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from verl_ext.config.rope import set_rope_parameters
-from verl_ext.options import plain, spell, unknown
+from verl_ext.options import must, plain, unknown
 
 OVERRIDE = "model.override_config"
 ATTENTION = "attn_implementation"  # verl's own key below override_config, not a field of a model's config
@@ -40,8 +40,7 @@ def override(hf_config: Any, values: Mapping[str, Any]) -> None:
         try:
             hf_config.validate()  # checks the values together
         except (StrictDataclassError, TypeError, ValueError) as error:
-            must = f"{OVERRIDE} must give values that fit together"
-            raise ValueError(f"{must}; got {spell(asked)} ({_reason(error)})") from error
+            raise ValueError(must(OVERRIDE, "give values that fit together", asked) + f" ({_reason(error)})") from error
 
 
 def _set(hf_config: Any, key: str, value: Any) -> None:
@@ -57,8 +56,8 @@ def _set(hf_config: Any, key: str, value: Any) -> None:
     try:
         setattr(hf_config, key, value)
     except (StrictDataclassError, TypeError, ValueError) as error:
-        must = f"{OVERRIDE}.{key} must be one of a {type(hf_config).__name__}"
-        raise ValueError(f"{must}; got {spell(value)} ({_reason(error)})") from error
+        line = must(f"{OVERRIDE}.{key}", f"fit a {type(hf_config).__name__}", value)
+        raise ValueError(f"{line} ({_reason(error)})") from error
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from verl_ext.options import first_line
+from verl_ext.options import first_line, must
 
 # What FP8 adds to the name of a weight, without its `.weight` where the second is set.
 _OF_FP8 = (("_scale_inv", ""), (".scale", ".weight"), (".activation_scale", ".weight"))
@@ -50,11 +50,11 @@ def dequantize(hf_config: Any) -> None:
     method_class: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
     if method_class is None or "dequantize" not in signature(method_class).parameters:
         plain_weights = "weights that are not quantized, or that transformers dequantizes as it loads them (mxfp4, fp8)"
-        raise ValueError(f"model.path must hold {plain_weights}; got quant_method={method}")
+        raise ValueError(must("model.path", f"hold {plain_weights}", f"quant_method={method}"))
     try:
         method_class.from_dict(values)
     except Exception as error:  # of values that are not blocks
-        raise ValueError(f"model.path must have a quantization_config of {method}; got {first_line(error)}") from error
+        raise ValueError(must("model.path", f"have a quantization_config of {method}", first_line(error))) from error
     hf_config.quantization_config = {**values, "dequantize": True}
 
 
@@ -85,8 +85,8 @@ def _plain_fp8(stored: Mapping[str, torch.Tensor], quantization: Mapping[str, An
             headers.tensors[name] = weight.new_empty(*weight.shape[:-1], 2 * weight.shape[-1])
         elif block is not None and weight.ndim >= 2:
             rows, columns = (-(-size // part) for size, part in zip(weight.shape[-2:], block, strict=True))
-            if list(has) != (must := [*weight.shape[:-2], rows, columns]):
-                headers.reshaped.append(f"{scale} {list(has)} for {must}")
+            if list(has) != (needed := [*weight.shape[:-2], rows, columns]):
+                headers.reshaped.append(f"{scale} {list(has)} for {needed}")
             # Upstream: transformers 5.10 takes a block's size from the number of scales, so that a last block that is
             # smaller than the others moves them all. To go when it takes that of the config.
             elif any(size % part and size > part for size, part in zip(weight.shape[-2:], block, strict=True)):

@@ -28,7 +28,7 @@ from verl_ext.engines.lora import given_settings
 from verl_ext.engines.schedule import StepOptimizerConfig
 from verl_ext.environment import versions
 from verl_ext.launch.protocol import Launcher
-from verl_ext.options import default_values, first_line, leaves, options_of, plain, spell
+from verl_ext.options import default_values, first_line, leaves, must, options_of, plain, spell
 from verl_ext.overrides import restore
 from verl_ext.text.tokens.tokenizer import read_template
 
@@ -79,7 +79,7 @@ def resolve_config(config: DictConfig) -> list[str]:
     """
     restore(config)
     if not OmegaConf.is_dict(given := config.model.override_config):
-        raise ValueError(f"model.override_config must map keys of the model's config to values; got {spell(given)}")
+        raise ValueError(must("model.override_config", "map keys of the model's config to values", given))
     for key in paths("data", "run", "model"):
         value = OmegaConf.select(config, key)
         if isinstance(value, int | float):
@@ -131,7 +131,7 @@ def check_classes(config: DictConfig) -> None:
             try:
                 get_class(name)
             except Exception:  # any value may be given, and any module may be imported
-                raise ValueError(f"{key} must be a class by its dotted name; got {spell(name)}") from None
+                raise ValueError(must(key, "be a class by its dotted name", name)) from None
 
 
 def resolve_names(config: DictConfig) -> list[str]:
@@ -147,7 +147,7 @@ def resolve_names(config: DictConfig) -> list[str]:
             continue
         if config[node][today] not in (defaults[today], value):
             both = f"{spell(plain(config[node][today]))} and {old}={spell(plain(value))}"
-            raise ValueError(f"{new} must be given once; got {both}")
+            raise ValueError(must(new, "be given once", both))
         config[node][today], config[node][name] = value, None
         notices.append(f"{old} (deprecated in verl) is read as {new}")
     for key, value in (("optim.lr_warmup_steps", -1), ("optim.min_lr_ratio", 0.0)):
@@ -183,16 +183,15 @@ def with_device(config: RunConfig) -> RunConfig:
     if device == "auto":
         # A GPU that torch cannot use must not become a slow run on the CPU in silence.
         if accelerator is None and (why := idle_gpu()):
-            raise ValueError(
-                f"trainer.device=auto must find the GPU that this machine shows; got '{why}' from torch "
-                f"{torch.__version__}; trainer.device=cpu (parallel=cpu) trains on the CPU"
-            )
+            got = f"'{why}' from torch {torch.__version__}; trainer.device=cpu (parallel=cpu) trains on the CPU"
+            raise ValueError(must("trainer.device=auto", "find the GPU that this machine shows", got))
         if accelerator == "npu":
-            raise ValueError("NPUs are not supported: trainer.device must be cuda or cpu; got auto and a visible NPU")
+            needed = "be cuda or cpu, on a machine that shows no NPU"
+            raise ValueError(must("trainer.device", needed, "auto and a visible NPU"))
         device = accelerator or "cpu"
     on_cpu = device == "cpu"
     if not isinstance(given := config.engine.mixed_precision or {}, Mapping):
-        raise ValueError(f"engine.mixed_precision must map {', '.join(FP32)} to dtypes; got {spell(given)}")
+        raise ValueError(must("engine.mixed_precision", f"map {', '.join(FP32)} to dtypes", given))
     # Null or missing values must not become verl's bf16.
     precision = (FP32 if on_cpu else BF16) | {name: dtype for name, dtype in given.items() if dtype is not None}
     config = config.decided(trainer={"device": device}, engine={"mixed_precision": precision})

@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from verl_ext.options import choice_problem, spell
+from verl_ext.options import choice_problem, must, spell
 
 _NAMES = ("rope_scaling", "rope_parameters")
 _BESIDE = ("rope_theta", "partial_rotary_factor")
@@ -36,14 +36,14 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
     others, old = dict(values), hf_config.rope_parameters
     named = {name: others.pop(name) for name in _NAMES if name in others}
     if len(named) > 1 and named["rope_scaling"] != named["rope_parameters"]:
-        raise ValueError(f"{option} must have rope_scaling or rope_parameters, which are one; got {spell(named)}")
+        raise ValueError(must(option, "have one of rope_scaling and rope_parameters, which are the same", named))
     beside = {name: others.pop(name) for name in _BESIDE if name in others and name in {"rope_theta", *old}}
     if not named and not beside:
         return others
     name, given = next(iter(named.items()), ("rope_parameters", {}))
     given = {"rope_type": "default"} if given is None else given
     if not isinstance(given, Mapping):
-        raise ValueError(f"{option}.{name} must be a dict of rotary parameters, or null; got {spell(given)}")
+        raise ValueError(must(f"{option}.{name}", "be a dict of rotary parameters, or null", given))
     # Some models have one dict for each kind of layer, which then must be named.
     kinds = {kind: inner for kind, inner in old.items() if isinstance(inner, dict)}
     if not kinds:
@@ -53,7 +53,7 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
     else:
         if beside or not given.keys() <= kinds.keys() or not all(isinstance(x, Mapping) for x in given.values()):
             each, got = ", ".join(f"{kind}: {{…}}" for kind in kinds), spell({**named, **beside})
-            raise ValueError(f"{option} must have rope_parameters: {{{each}}}, by kind of layer; got {got}")
+            raise ValueError(must(option, f"have rope_parameters: {{{each}}}, by kind of layer", got))
         parts = dict(given)
         merged = {kind: _merged(old[kind], inner, f"{option}.{name}.{kind}") for kind, inner in given.items()}
         hf_config.rope_parameters = {**old, **merged}
@@ -61,8 +61,8 @@ def set_rope_parameters(hf_config: Any, values: Mapping[str, Any], option: str) 
         hf_config.convert_rope_params_to_dict()  # what transformers does to those of a config.json
         hf_config.validate_rope()
     except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
-        must = f"{option}.rope_parameters must be one of a {type(hf_config).__name__}"
-        raise ValueError(f"{must}; got {spell({**named, **beside})} ({str(error).splitlines()[-1]})") from error
+        line = must(f"{option}.rope_parameters", f"fit a {type(hf_config).__name__}", {**named, **beside})
+        raise ValueError(f"{line} ({str(error).splitlines()[-1]})") from error
     # transformers ignores what it does not read, so that a typo would train another model.
     rope, remote = hf_config.rope_parameters, bool(getattr(hf_config, "auto_map", None))
     for kind, part in parts.items():
@@ -85,7 +85,7 @@ def _merged(old: Mapping[str, Any], given: Mapping[str, Any], key: str) -> dict[
     if not types:
         return {**old, **given}
     if len({*map(str, types.values())}) > 1:
-        raise ValueError(f"{key} must have one type; got {spell(types)}")
+        raise ValueError(must(key, "have one type", types))
     kept = {name: value for name, value in old.items() if name not in _OF_A_TYPE}
     return {**kept, **given, "rope_type": next(iter(types.values()))}
 
@@ -96,7 +96,7 @@ def _check_read(rope: Mapping[str, Any], given: Mapping[str, Any], key: str, rem
     if not remote and (problem := choice_problem(f"{key}.rope_type", rope_type, _TYPES)):
         raise ValueError(problem)
     if rope_type == "default" and (unread := sorted((given.keys() & _OF_A_TYPE) - {"rope_type", "type"})):
-        raise ValueError(f"{key} must name the type that has {', '.join(unread)}; got rope_type=default")
+        raise ValueError(must(key, f"name the type that has {', '.join(unread)}", "rope_type=default"))
     factor = given.get("factor", 1.0)
     if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        raise ValueError(f"{key}.factor must be a number; got {spell(factor)}")
+        raise ValueError(must(f"{key}.factor", "be a number", factor))

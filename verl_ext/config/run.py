@@ -31,7 +31,7 @@ from verl_ext.data.packs.options import DataOptions, DatasetOptions
 from verl_ext.engines.schedule import OptimOptions, StepOptimizerConfig
 from verl_ext.losses import LossOptions, PreferenceOptions, ReferenceOptions
 from verl_ext.metrics import LengthBins
-from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
+from verl_ext.options import Options, choice_problem, must, option, plain, refuse
 from verl_ext.parallel.shards import ParallelOptions
 
 AFTER_EACH_EPOCH = "after_each_epoch"
@@ -50,43 +50,31 @@ class TrainerOptions(Options):
     default_local_dir: str = option(
         "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "folder of the run's files", required=True
     )
-    default_hdfs_dir: str | None = option(
-        None, "folder or URL (hdfs://, s3://) that also gets each checkpoint, as global_step_N"
-    )
+    default_hdfs_dir: str | None = option(None, "folder or URL (hdfs://, s3://) that also gets each global_step_N")
     project_name: str = option("verl_ext", "project name for trackers")
     experiment_name: str = option("sft", "experiment name for trackers")
     logger: Any = option(["console"], "trackers: console, file, wandb, swanlab, tensorboard or another of verl's")
-    total_epochs: int | None = option(
-        None, "passes over the training data; null: 1, or as many as total_training_steps needs", least=1
-    )
+    total_epochs: int | None = option(None, "passes over the data; null: 1, or those of total_training_steps", least=1)
     total_training_steps: int | None = option(
         None, "number of steps, at most those of total_epochs if that is given; null: those of total_epochs", least=1
     )
     seed: int = option(1, "seed of dropout and of new adapters", least=0, most=2**63 - 1, resume="same")
-    save_freq: Any = option(
-        -1, f"steps between checkpoints, {AFTER_EACH_EPOCH}, or a list of both; 0, -1: only at the end"
-    )
-    test_freq: Any = option(
-        -1, f"steps between validations, {AFTER_EACH_EPOCH}, or a list of both; 0, -1: only at the end"
-    )
+    save_freq: Any = option(-1, f"steps between checkpoints, {AFTER_EACH_EPOCH}, or a list; 0, -1: only at the end")
+    test_freq: Any = option(-1, f"steps between validations, {AFTER_EACH_EPOCH}, or a list; 0, -1: only at the end")
     saves_per_epoch: int | None = option(
-        None, "checkpoints an epoch at equal distances, beside those of save_freq; null: none", least=1
+        None, "checkpoints an epoch, evenly spaced, with save_freq; null: none", least=1
     )
     tests_per_epoch: int | None = option(
-        None, "validations an epoch at equal distances, beside those of test_freq; null: none", least=1
+        None, "validations an epoch, evenly spaced, with test_freq; null: none", least=1
     )
     early_stop: EarlyStopOptions = option(EarlyStopOptions, "an end before the last step")
-    val_before_train: bool = option(
-        True, "true: validate, and answer the prompts of eval.prompts, before step 1 of a new run"
-    )
+    val_before_train: bool = option(True, "true: validate and answer eval.prompts before step 1 of a new run")
     length_bins: list[int] = option(
         [], "ascending document lengths in tokens, between which validation's loss and answers have a mean of their own"
     )
     max_ckpt_to_keep: int | None = option(None, "number of checkpoints to keep; null: all", least=1)
-    resume_mode: str = option(
-        "auto", "auto: resume from the last checkpoint, if any", choices=("auto", "disable", "resume_path")
-    )
-    resume_from_path: str | None = option(None, "a global_step_N folder to resume from")
+    resume_mode: str = option("auto", "auto: the last checkpoint, if any", choices=("auto", "disable", "resume_path"))
+    resume_from_path: str | None = option(None, "the folder global_step_N of resume_mode=resume_path")
     allow_resume_mismatch: list[str] = option([], "config keys that may differ from the resumed run's")
     balance_batch: bool = option(True, "verl's key, without effect on packs; see data.balance")
     nnodes: int = option(1, "number of nodes on Ray; not used under torchrun", least=1)
@@ -94,9 +82,7 @@ class TrainerOptions(Options):
     profile_interval: Any = option([-1, -1], "[first step, last step] that verl's profiler records; [-1, -1]: none")
     device: str = option("auto", "auto: a GPU if one is visible", choices=("auto", "cpu", "cuda"))
     log_freq: int = option(1, "steps between logged metrics", least=1)
-    log_experts: bool = option(
-        False, "true: write the share of each expert in each layer's choices into experts.jsonl, as often as metrics"
-    )
+    log_experts: bool = option(False, "true: write each expert's share of its layer's choices into experts.jsonl")
     log_every_batches: int | None = option(None, "a rank's micro-batches between logs, in place of log_freq", least=1)
     gpu_peak_tflops: float | None = option(
         None, "peak TFLOP/s of a GPU, for perf/mfu; null: from the GPU's name; no perf/mfu if it is unknown", above=0
@@ -132,17 +118,16 @@ class TrainerOptions(Options):
             value = getattr(self, name)
             kinds = {type(every) for every in frequencies(value) if every != AFTER_EACH_EPOCH}
             if not frequencies(value) or kinds - {int}:
-                must = f"trainer.{name} must be a whole number of steps or {AFTER_EACH_EPOCH}, or a list of both"
-                yield f"{must}; got {spell(value)}"
+                needed = f"be a whole number of steps or {AFTER_EACH_EPOCH}, or a list of both"
+                yield must(f"trainer.{name}", needed, value)
         interval = self.profile_interval
         is_pair = isinstance(interval, list) and len(interval) == 2 and all(isinstance(step, int) for step in interval)
         if not is_pair or interval[0] > interval[1] or interval[0] < 0 <= interval[1]:
-            must = "trainer.profile_interval must be [first step, last step], or [-1, -1] for none"
-            yield f"{must}; got {spell(interval)}"
+            yield must("trainer.profile_interval", "be [first step, last step], or [-1, -1] for none", interval)
         edges = self.length_bins
         if any(type(edge) is not int for edge in edges) or any(low >= high for low, high in pairwise((0, *edges))):
-            must = "trainer.length_bins must be ascending whole numbers of tokens above 0, e.g. [2048, 8192]"
-            yield f"{must}; got {spell(edges)}"
+            needed = "be ascending whole numbers of tokens above 0, e.g. [2048, 8192]"
+            yield must("trainer.length_bins", needed, edges)
         yield from _logger_problems(self.logger)
 
     @property
@@ -371,7 +356,7 @@ def dataset_class(config: Any) -> type[PackDataset]:
         if is_collated(named):
             return CollatedDataset
         known = "a subclass of verl_ext.data.PackDataset, or a class with __len__, __getitem__ and a collate_fn"
-        raise ValueError(f"data.custom_cls.name must name {known}; got {name} of {path}")
+        raise ValueError(must("data.custom_cls.name", f"name {known}", f"{name} of {path}"))
     if lacking := sorted(named.__abstractmethods__):
         members = f"all members of {PackDataset.__name__}"
         raise ValueError(f"data.custom_cls.name must be a class with {members}; {name} lacks {', '.join(lacking)}")
@@ -383,7 +368,7 @@ def _logger_problems(logger: object) -> Iterable[str | None]:
 
     names = [logger] if isinstance(logger, str) else logger
     if not isinstance(names, (list, tuple)) or not names:
-        yield f"trainer.logger must be a list of loggers, e.g. [console]; got {spell(logger)}"
+        yield must("trainer.logger", "be a list of loggers, e.g. [console]", logger)
         return
     for name in names:
         yield choice_problem("trainer.logger", name, Tracking.supported_backend)

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.config.keys import paths
 from verl_ext.config.legacy import RENAMED
-from verl_ext.options import UsageError, first_line, leaves, spell
+from verl_ext.options import UsageError, first_line, leaves, must, spell
 from verl_ext.overrides import dotted_options, override_words, parsed_words, restored
 from verl_ext.redaction import redacted
 from verl_ext.text.read.hub import HUB, HUB_PREFIX
@@ -144,14 +144,12 @@ def words_of_file(file: Path, seen: tuple[Path, ...] = ()) -> list[str]:
     if "recipe" in values:  # after other choices, so that it builds on them
         base = [*base, {"recipe": values.pop("recipe")}] if isinstance(base, list) else base
     if not isinstance(base, list) or not all(isinstance(each, Mapping) and len(each) == 1 for each in base):
-        raise UsageError(
-            f"{file}: defaults must be a list of choices such as {{parallel: ulysses8}}; got {spell(base)}"
-        )
+        raise UsageError(must(f"{file}: defaults", "be a list of choices such as {parallel: ulysses8}", base))
     # Hydra may write "override" and a slash around a group's name.
     named = [(re.sub(r"^(override\s+)?/?", "", str(name)), choice) for each in base for name, choice in each.items()]
     chosen = [*(name for name, _ in named), *(key for key, value in values.items() if not isinstance(value, Mapping))]
     if twice := next((name for name, _ in named if chosen.count(name) > 1), None):
-        raise UsageError(f"{file}: {twice} must be chosen once; got it more than once")
+        raise UsageError(must(f"{file}: {twice}", "be chosen once", "it more than once"))
     choices = [f"{name}={spell(choice)}" for name, choice in named]
     folder = file.absolute().parent
     try:
@@ -164,7 +162,7 @@ def words_of_file(file: Path, seen: tuple[Path, ...] = ()) -> list[str]:
         return words
     seen = (*seen, file.resolve())
     if not isinstance(run, str) or (folder / run).resolve() in seen:
-        raise UsageError(f"{file}: base must name the YAML file of another run; got {spell(run)}")
+        raise UsageError(must(f"{file}: base", "name the YAML file of another run", run))
     sources = {key for key in DATA_PATHS if any(word.startswith(f"{key}.") for word in words)}
     return _with(words_of_file(folder / run, seen), words, sources)  # sources are those of one file
 
@@ -183,10 +181,11 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise UsageError(f"{file} must be YAML: {first_line(error)}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{file} must map keys to values, such as 'nproc: 8'")
+        got = loaded or "nothing"
+        raise UsageError(must(f"{file}", "map keys to values, such as 'nproc: 8'", got))
     for node in _NODES:
         if isinstance(values.get(node), list):
-            raise UsageError(f"{file}: {node} must map keys to values, or name a choice; got {spell(values[node])}")
+            raise UsageError(must(f"{file}: {node}", "map keys to values, or name a choice", values[node]))
     return values
 
 

@@ -34,7 +34,7 @@ from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.packs.options import DataOptions
 from verl_ext.engines.schedule import OptimOptions
 from verl_ext.losses import LossOptions, PreferenceOptions
-from verl_ext.options import Options, default_values, leaves, options_of, refuse, spell
+from verl_ext.options import Options, default_values, leaves, must, options_of, refuse, spell
 from verl_ext.overrides import restored
 
 CONF = "verl_ext.conf"
@@ -226,7 +226,7 @@ def _incomplete(config: DictConfig, keys: Sequence[str]) -> str | None:
     if not (lacking := sorted(_always() - with_nodes(keys))):
         return None
     if above := next(iter(with_nodes(lacking[:1]).intersection(keys)), None):
-        return f"{above} must be given by its keys, such as {lacking[0]}; got {spell(OmegaConf.select(config, above))}"
+        return must(above, f"be given by its keys, such as {lacking[0]}", OmegaConf.select(config, above))
     node, more = lacking[0].partition(".")[0], f" and {len(lacking) - 1} more keys" * (len(lacking) > 1)
     return f"{node} must have {lacking[0]}{more}: a file of your own gets them from a choice in its defaults list"
 
@@ -256,7 +256,7 @@ def _untranslated(config: DictConfig) -> Iterator[str]:
         if not legacy.is_name_of_verl(key) or key in legacy.DEPRECATED or key.removeprefix("data.") in own:
             continue
         if (item := OmegaConf.select(config, key)) not in (None, OmegaConf.select(defaults, key)):
-            yield f"{key} must be given on the command line, which translates it for packs; got {spell(item)} in a file"
+            yield must(key, "be given on the command line, which translates it for packs", item) + " in a file"
 
 
 def value_keys(config: DictConfig) -> list[str]:

@@ -8,6 +8,7 @@ from verl_ext.engines.muon import MuonAdamW
 from verl_ext.engines.optimizer import own_optimizer
 from verl_ext.engines.sharding import cut_dim
 from verl_ext.layers.experts import has_experts
+from verl_ext.options import must
 from verl_ext.parallel.experts import KEY as EP
 from verl_ext.parallel.experts import expert_layers, own_code_layers
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def shared_experts_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     """Yield a line for each reason against sharing this architecture's experts among ranks."""
-    ranks, got = config.parallel.expert_parallel, f"got {config.parallel.expert_parallel}"
+    ranks = config.parallel.expert_parallel
     size, world_size = config.engine.fsdp_size, config.machine.world_size
     of_shards = size if 0 < size < world_size else world_size
     layers = [] if model.module is None else [*expert_layers(model.module)]
@@ -25,21 +26,22 @@ def shared_experts_problems(config: "RunConfig", model: Architecture) -> Iterato
     if not layers or of_own_code:
         why = "whose experts transformers cannot let others compute"
         why = f"{why} ({of_own_code})" if of_own_code else why if has_experts(model.module) else "which has no experts"
-        yield f"{EP} must be 1 for a {model.name}, {why}; {got}"
+        yield must(EP, f"be 1 for a {model.name}, {why}", ranks)
         return
     if of_shards % ranks:
         return  # batch_problem says so
     if undivided := [layer.num_experts for layer in layers if layer.num_experts % ranks]:
-        yield f"{EP} must divide the {undivided[0]} experts of a layer of a {model.name}; {got}"
+        yield must(EP, f"divide the {undivided[0]} experts of a layer of a {model.name}", ranks)
         return
     if config.model_options.use_liger:
-        yield f"model.use_liger must be false with {EP}={ranks}, because liger replaces experts; got true"
+        yield must("model.use_liger", f"be false with {EP}={ranks}, because liger replaces experts", True)
     # Ranks with the same experts, fewer than they are, cut each of them.
     shards = of_shards // ranks
     cut = [weight for layer in layers if cut_dim(layer.num_experts // ranks, shards) for weight in layer.parameters()]
     if uneven := [weight.shape[1] for weight in cut if weight.shape[1] % shards]:
-        must = f"must leave at most as many ranks with the same experts as divide them or their {uneven[0]} rows"
-        yield f"{EP} {must}; got {ranks} of {of_shards} ranks"
+        needed = f"leave a number of ranks with the same experts that divides these or their {uneven[0]} rows"
+        yield must(EP, needed, f"{ranks} of {of_shards} ranks")
     elif cut and own_optimizer(config.optim) is MuonAdamW:
-        must = f"optim.optimizer must not be Muon, which needs whole experts, where {shards} ranks share"
-        yield f"{must} {layers[0].num_experts // ranks} experts ({EP}={ranks} of {of_shards} ranks); got Muon"
+        shared = f"{layers[0].num_experts // ranks} experts ({EP}={ranks} of {of_shards} ranks)"
+        needed = f"not be Muon, which needs whole experts, where {shards} ranks share {shared}"
+        yield must("optim.optimizer", needed, "Muon")

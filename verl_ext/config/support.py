@@ -35,7 +35,7 @@ from verl_ext.layers.scans import kernels_problem
 from verl_ext.layers.towers import auto_class, freeze, outside_text, text_parts
 from verl_ext.layers.trial import isolation_problem, sharing_problem, trial_model
 from verl_ext.losses import HEADS, row_bytes
-from verl_ext.options import first_line, spell
+from verl_ext.options import first_line, must, spell
 from verl_ext.parallel.experts import expert_layers
 from verl_ext.parallel.ulysses import HeadPadding
 from verl_ext.plugin import ARCHITECTURES
@@ -81,19 +81,17 @@ def _packing_problems(model: Architecture) -> Iterator[str]:
     # model, which then reads none of them. To go when it renames them by class.
     is_newer = Version(transformers.__version__) >= Version("5.16")
     if is_newer and getattr(hf_config, "model_type", None) == "shieldgemma2":
-        must = "must be read by transformers before 5.16, later ones find none of its language model's weights"
-        yield f"{name} {must}; got {transformers.__version__}"
+        needed = "be read by transformers before 5.16, later ones find none of its language model's weights"
+        yield must(name, needed, transformers.__version__)
     if text.model_type in _ELSEWHERE:
         yield f"{name} must have plain causal attention; {text.model_type} uses {_ELSEWHERE[text.model_type]}"
     if asks_for_router_loss(hf_config) and not has_router_loss(cls, text):
-        yield (
-            f"model.override_config.output_router_logits must be false for {model.name}, of which "
-            "transformers computes no router loss that can be taken over packs; got true"
-        )
+        why = "of which transformers computes no router loss that can be taken over packs"
+        yield must("model.override_config.output_router_logits", f"be false for {model.name}, {why}", True)
     if cls is not None and "shared_kv_states" in inspect.signature(cls.forward).parameters:
         yield f"{name} must be a model of its own; a {cls.__name__} drafts for another one, whose states it needs"
     if (both := getattr(text, "use_bidirectional_attention", None)) in (True, "all"):
-        yield f"{name} must have causal attention; got use_bidirectional_attention={both}"
+        yield must(name, "have causal attention", f"use_bidirectional_attention={both}")
 
 
 def _encoder_problems(model: Architecture) -> list[str]:
@@ -103,7 +101,7 @@ def _encoder_problems(model: Architecture) -> list[str]:
     known = {path for path, module in modules.items() if type(module).__name__ in MIXERS}
     others = {path for path in modules.keys() - known if not path.endswith(".encoder_attn")}
     if any(getattr(modules[path], "is_causal", None) is False for path in others):
-        return [f"{name} must have causal attention; got is_decoder={str(model.hf_config.is_decoder).lower()}"]
+        return [must(name, "have causal attention", f"is_decoder={str(model.hf_config.is_decoder).lower()}")]
     counted = {
         path for path in others if path.endswith(".position_embeddings") and path.rpartition(".")[0] not in known
     }
@@ -118,7 +116,7 @@ def _layer_problems(model: Architecture) -> list[str]:
         module = model.module
     except Exception as error:  # a class raises any error that its config causes
         cls, reason = model.cls.__name__, f"{type(error).__name__}: {first_line(error)}"
-        return [f"model.path and model.override_config must give a config that {cls} takes; got {reason}"]
+        return [must("model.path and model.override_config", f"give a config that {cls} takes", reason)]
     parts = [] if module is None else text_parts(module)
     kinds = {type(layer).__name__ for part in parts for layer in part.modules()}
     if indexers := sorted(kind for kind in kinds if kind.endswith("Indexer")):
@@ -127,7 +125,7 @@ def _layer_problems(model: Architecture) -> list[str]:
         ]
     if unknown := sorted({name for part in parts for name in unknown_mixers(part)}):
         known = "layers whose state over time is known (verl_ext/layers/mixers.py)"
-        return [f"model.path: {model.name} must have {known}; got {', '.join(unknown)}"]
+        return [must(f"model.path: {model.name}", f"have {known}", ", ".join(unknown))]
     key = f"{model.cls} {model.hf_config.to_json_string(use_diff=False)}"
     if key not in _TRIED:
         _TRIED[key] = _trial(model)
@@ -148,7 +146,7 @@ def _trial(model: Architecture) -> str | None:
         return f"a trial of {type(trial).__name__} fails: {first_line(error)}"
 
 
-def answering_problem(model: Architecture) -> str | None:
+def answering_problem(model: Architecture, prompts: Any) -> str | None:
     """Return why a small model cannot answer prompts, or None.
 
     None also if none can be built.
@@ -158,24 +156,24 @@ def answering_problem(model: Architecture) -> str | None:
     except Exception:  # small sizes do not suit the config
         return None
     problem = generation_problem(trial)
-    return problem and f"eval.prompts must be null for a {model.name}: {problem}"
+    return problem and must("eval.prompts", f"be null for a {model.name}: {problem}", prompts)
 
 
 def sharing_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     """Yield a line for each reason against documents that share tokens."""
     if config.parallel.context_parallel_size > 1:
-        yield f"{CP} must be 1 with data.share_prefixes=true; got {config.parallel.context_parallel_size}"
+        yield must(CP, "be 1 with data.share_prefixes=true", config.parallel.context_parallel_size)
     limit = same_frequencies_in_all_layers_up_to(model.text)
     if limit is not None and config.max_tokens > limit:
         why = f"up to which the rotary frequencies of a {model.name} are the same for all documents"
-        yield f"data.max_tokens must be at most {limit} with data.share_prefixes=true, {why}; got {config.max_tokens}"
+        yield must("data.max_tokens", f"be at most {limit} with data.share_prefixes=true, {why}", config.max_tokens)
     try:
         problem = sharing_problem(trial_model(model.hf_config, model.cls or auto_class(model.hf_config)))
     except Exception as error:  # a model's code may raise any error
         problem = first_line(error)
     if problem is not None:
         why = "which must carry nothing from token to token but attention"
-        yield f"data.share_prefixes must be false for a {model.name}, {why}; got true ({problem})"
+        yield must("data.share_prefixes", f"be false for a {model.name}, {why}", f"true ({problem})")
 
 
 def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
@@ -183,20 +181,20 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     block, row = config.loss.head_block_mib, -(-row_bytes(model.text.vocab_size, torch.bfloat16) // 2**20)
     if block is not None and block < row:
         rows = f"a row of the model's {model.text.vocab_size} logits"
-        yield f"loss.head_block_mib must be at least {row}, {rows}; got {block}"
+        yield must("loss.head_block_mib", f"be at least {row}, {rows}", block)
     ulysses, heads = config.engine.ulysses_sequence_parallel_size, model.heads
     if heads is not None and ulysses > heads[0]:
         most = f"the model's {heads[0]} attention heads"
-        yield f"{SP} must be at most {most}; got {ulysses}; {CP} lets more ranks share a pack"
+        yield must(SP, f"be at most {most}", f"{ulysses}; {CP} lets more ranks share a pack")
     if config.model_options.tile_tokens is not None and model.module is not None and not any(tileable(model.module)):
         yield untileable(f"a {model.name}", config.model_options.tile_tokens)
     checkpointing = config.model_options.enable_gradient_checkpointing
     if checkpointing and not getattr(model.cls, "supports_gradient_checkpointing", True):
-        yield f"model.enable_gradient_checkpointing must be false for a {model.name}, which has none; got true"
+        yield must("model.enable_gradient_checkpointing", f"be false for a {model.name}, which has none", True)
     if problem := experts_problem(model.module, config.model_options.experts):
-        yield f"{problem}; got {config.model_options.experts}"
+        yield problem
     if config.trainer.log_experts and (model.module is None or not any(expert_layers(model.module))):
-        yield f"trainer.log_experts must be false for a {model.name}, which has no stacked experts; got true"
+        yield must("trainer.log_experts", f"be false for a {model.name}, which has no stacked experts", True)
     if config.parallel.expert_parallel > 1:
         yield from shared_experts_problems(config, model)
     if getattr(config.dataset, "share_prefixes", False):
@@ -208,15 +206,15 @@ def option_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     yield from nf4_problems(config, model)
     if getattr(config.optim, "split_fused", False) and model.module is not None and not _split_names(config, model):
         adapters = " with adapters" * bool(config.model_options.lora_rank)
-        must = f"optim.split_fused must be false for a {model.name}{adapters}"
-        yield f"{must}, which trains no fused projection; got true"
+        needed = f"be false for a {model.name}{adapters}"
+        yield must("optim.split_fused", f"{needed}, which trains no fused projection", True)
     if has_scans(model) and config.trainer.device == "cuda":
         has_kernels = find_spec("fla") is not None
         if has_kernels and (problem := kernels_problem(config.machine.capability)):
             yield f"{problem}, for the recurrences of a {model.name}"
         if not has_kernels and config.engine.full_determinism:
             why = "torch's code of its recurrences sums in any order on a GPU (pip install '.[hybrid]' has kernels)"
-            yield f"engine.full_determinism must be false for a {model.name}: {why}; got true"
+            yield must("engine.full_determinism", f"be false for a {model.name}: {why}", True)
 
 
 def _split_names(config: "RunConfig", model: Architecture) -> list[str]:
@@ -238,12 +236,10 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
     """Yield a line if `model.freeze` misses, freezes all, or meets LoRA."""
     options = config.model_options
     if options.freeze and options.lora_rank:
-        yield (
-            f"model.freeze must be [] with model.lora_rank={options.lora_rank}, which trains adapters alone "
-            f"(model.exclude_modules names modules without them); got {spell(options.freeze)}"
-        )
+        why = "which trains adapters alone (model.exclude_modules names modules without them)"
+        yield must("model.freeze", f"be [] with model.lora_rank={options.lora_rank}, {why}", options.freeze)
     elif options.freeze == ["*"]:
-        yield f"model.freeze must leave a parameter to train; got {spell(options.freeze)}"
+        yield must("model.freeze", "leave a parameter to train", options.freeze)
     elif model.module is not None:
         try:
             freeze(model.module, options.freeze)
@@ -251,8 +247,7 @@ def _freeze_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
             yield str(error)
         ends = embeddings_and_head(model.module) if model.new_pieces else []
         if frozen := [name for name in ends if not model.module.get_submodule(name).weight.requires_grad]:
-            must = f"model.freeze must leave {' and '.join(frozen)} to train with model.new_tokens"
-            yield f"{must}; got {spell(options.freeze)}"
+            yield must("model.freeze", f"leave {' and '.join(frozen)} to train with model.new_tokens", options.freeze)
 
 
 def has_scans(model: Architecture) -> bool:

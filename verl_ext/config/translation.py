@@ -29,6 +29,7 @@ from verl_ext.config.legacy import (
     row_of,
     superseded,
 )
+from verl_ext.options import must
 from verl_ext.overrides import Item
 
 _SPAN = "optim.lr_schedule_span"
@@ -191,10 +192,8 @@ def _without_foreign_engine(command: _Command, result: Translation, is_known: Ca
     gone = [item for item in command.items if item.key.startswith(("engine.", "optim.")) and not is_known(item.key)]
     if foreign:
         also = f", and with it {', '.join(item.key for item in gone)}" if gone else ""
-        result.problems.append(
-            f"{foreign[0].key} must be fsdp: packs train on verl's FSDP engine; got {foreign[0].value}: leave it out"
-            f"{also}"
-        )
+        got = f"{foreign[0].value}: leave it out{also}"
+        result.problems.append(must(foreign[0].key, "be fsdp: packs train on verl's FSDP engine", got))
     yield from (item for item in command.items if not (foreign and item in [*foreign, *gone]))
 
 
@@ -326,10 +325,9 @@ def _read_raw(command: _Command, result: Translation) -> str:
         return ""
     if all(ages := command.of_ages) and command.program_is_old is None:
         old, new = ages
-        result.problems.append(
-            f"{new[0]} must not stand beside {old[0]}, which verl ≤ 0.6 alone reads; it does not read {new[0]}; got "
-            f"{command.by_key[new[0]]} and {command.by_key[old[0]]}"
-        )
+        needed = f"not stand beside {old[0]}, which verl ≤ 0.6 alone reads; it does not read {new[0]}"
+        got = f"{command.by_key[new[0]]} and {command.by_key[old[0]]}"
+        result.problems.append(must(new[0], needed, got))
     # verl's own default files stand in for missing ones, so that the command reads what it read there.
     train = command.item("data.train_files", "~/data/gsm8k/train.parquet")
     files = {} if command.has("data.sources") else {"data.sources": train}

@@ -7,7 +7,7 @@ from typing import Any
 from hydra.utils import get_class
 
 from verl_ext.config.keys import KEYS, Key
-from verl_ext.options import choice_problem, spell, type_problems
+from verl_ext.options import choice_problem, must, spell, type_problems
 
 
 def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
@@ -28,9 +28,9 @@ def upstream_problems(values: Mapping[str, Any]) -> Iterator[str | None]:
 def _value_problems(key: Key, value: Any) -> Iterator[str | None]:
     """Yield a line for each value of a key that its row does not allow."""
     if key.holds is not None and not key.holds(value):
-        yield f"{key.name} must be {key.requires}; got {spell(value)}"
+        yield must(key.name, f"be {key.requires}", value)
     if key.is_list and not isinstance(value, list):
-        yield f"{key.name} must be a list of {', '.join(key.choices)}; got {spell(value)}"
+        yield must(key.name, f"be a list of {', '.join(key.choices)}", value)
     elif key.choices and not (key.takes_null and value is None):
         for each in value if key.is_list else [value]:
             yield choice_problem(key.name, each, key.choices)
@@ -40,7 +40,7 @@ def fixed_value_problems(values: Mapping[str, Any], keys: Iterable[Key] = KEYS, 
     """Yield a line with the reason for each option that has another value than its row fixes."""
     for key in keys:
         if key.fixed is not None and (value := select(values, key.name, key.fixed[0])) != key.fixed[0]:
-            yield f"{key.name} must be {spell(key.fixed[0])}{condition}: {key.fixed[1]}; got {spell(value)}"
+            yield must(key.name, f"be {spell(key.fixed[0])}{condition}: {key.fixed[1]}", value)
 
 
 def select(values: Mapping[str, Any], key: str, default: Any = None) -> Any:

@@ -15,15 +15,18 @@ import torch
 from transformers import utils
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+from verl_ext.cache import fingerprint
 from verl_ext.config.quantized import PlainHeaders, plain_headers, quantization_of
 from verl_ext.engines.activations import ActivationOptions
 from verl_ext.engines.lora import LoraOptions
 from verl_ext.environment import UNKNOWN, files_digest, folder_digest
 from verl_ext.layers.towers import FreezeOptions, outside_text
-from verl_ext.options import first_line, option, refuse, spell
+from verl_ext.options import first_line, must, option, refuse, spell
 from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.tokens.new_tokens import NEW_SPECIAL_TOKENS, NEW_TOKENS
 
+TENSORS = "; tensors "  # between the digests of the files and of the tensors in them
+_SAMPLE = 256  # bytes that are read in two places of each tensor
 _NAMED = 3  # the number of weights that a line names
 _ENDINGS = (".safetensors", ".bin", ".pt")  # not a model card or a template, whose edit must not prevent a resume
 _FILES = (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME, utils.WEIGHTS_NAME, utils.WEIGHTS_INDEX_NAME)
@@ -65,7 +68,7 @@ def weight_problems(folder: str, key: str = "model.path") -> list[str]:
 
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files and not any(any(Path(folder).glob(kind)) for kind in ("pytorch_model*.bin", "model*.bin")):
-        return [f"{key} must hold weights (*.safetensors or pytorch_model*.bin); got {folder}"]
+        return [must(key, "hold weights (*.safetensors or pytorch_model*.bin)", folder)]
     if problem := _index_problem(Path(folder), key) or _adapter_problem(folder, key):
         return [problem]
     for file in files:
@@ -73,7 +76,7 @@ def weight_problems(folder: str, key: str = "model.path") -> list[str]:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            return [f"{key} must hold weights that can be read; got {file}: {error}"]
+            return [must(key, "hold weights that can be read", f"{file}: {error}")]
     return []
 
 
@@ -81,10 +84,8 @@ def _adapter_problem(path: str, key: str = "model.path") -> str | None:
     """Return a line if an adapter is there, which transformers would load."""
     if not utils.hub.has_file(path, ADAPTER_CONFIG_NAME):
         return None
-    return (
-        f"{key} must hold a model without an adapter; got {path}, which has adapter_config.json "
-        "(model.lora_adapter_path names an adapter)"
-    )
+    got = f"{path}, which has adapter_config.json (model.lora_adapter_path names an adapter)"
+    return must(key, "hold a model without an adapter", got)
 
 
 def _index_problem(folder: Path, key: str) -> str | None:
@@ -94,7 +95,7 @@ def _index_problem(folder: Path, key: str) -> str | None:
             names = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
             inside = all(Path(name).name == name for name in names)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return f"{key} must hold an index of its weights that can be read; got {index}: {first_line(error)}"
+            return must(key, "hold an index of its weights that can be read", f"{index}: {first_line(error)}")
         if not inside:
             return f"{key} must hold the weights that its index names; {index} names files of other folders"
     return None
@@ -132,6 +133,46 @@ def check_weights(
     quantized = plain_headers(stored, quantization_of(hf_config)) or PlainHeaders(stored)
     if quantized.tensors is not stored:
         del hf_config.quantization_config
+    model, found = _load_headers(model_class, hf_config, quantized.tensors)
+    notices, problems, missing = [], [], set(found["missing_keys"])
+    if left_out := found["left_out"]:
+        notices.append(
+            f"{key} also holds {counted_names(left_out)}: a {model_class.__name__} leaves them out, untrained"
+        )
+    if ties := ", ".join(f"{target} and {source}" for target, source in found["tied"].items()):
+        notices.append(f"{key} holds {ties}, which its config ties: equal ones are trained as one, others separately")
+    # A difference is an error unless the user lists it as intended.
+    for has, names, then in (
+        ("lacks", missing, "begin random"),
+        ("also holds", found["unexpected_keys"], "are left out"),
+        ("holds other shapes of", [*found["reshaped"], *quantized.reshaped], ""),
+        ("holds a part of", found["torn"], ""),
+        ("lacks the scales", quantized.lacking, ""),
+    ):
+        passed = {name for name in names if then and any(fnmatchcase(name, glob) for glob in allowed)}
+        if passed:
+            notices.append(f"{_OPTION}: {counted_names(passed)} of {key} {then}")
+        if rest := set(names) - passed:
+            # A part that is missing as a whole is one word, not a hundred names.
+            for part in outside_text(model) if rest == missing else ():
+                inside = {name for name in model.state_dict() if name.startswith(f"{part}.")}
+                rest = rest - inside | {f"{part}.*"} if inside and inside <= rest else rest
+            how = f" with model.override_config={spell(override)}" if override else ""
+            hint = f"; {_OPTION}=[{min(rest)}] names those that may {then.replace('are', 'be')}" if then else ""
+            problems.append(
+                f"{key} must hold the weights of the {model_class.__name__} that its config means{how}; {path} "
+                f"{has} {counted_names(rest)}{hint}"
+            )
+    refuse(problems)
+    return notices
+
+
+def _load_headers(model_class: Any, hf_config: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    """Let transformers load headers on the meta device; return the model, and what they lack or have beside it.
+
+    The second is its loading info, with names that are `reshaped`, `torn` (only parts are there, and no model is made),
+    `left_out` by the class, and `tied` by the config.
+    """
     # The class would hide weights that it may lack, of which some without others are a mistake.
     may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
     # Its module tells transformers 5.24 that it is not custom code, whose names are not renamed.
@@ -150,53 +191,25 @@ def check_weights(
             model, found = model_class.from_pretrained(
                 None,
                 config=hf_config,
-                state_dict=quantized.tensors,
+                state_dict=tensors,
                 device_map={"": "meta"},
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
         except RuntimeError as error:  # e.g. an expert without up_proj; the report names the tensor
             torn = re.findall(r"^(\S+) +\|.*CONVERSION", "\n".join(reports), flags=re.MULTILINE)
-            found = {"torn": torn or [first_line(error)]}
+            none = dict.fromkeys(("missing_keys", "unexpected_keys", "reshaped", "left_out"), ())
+            return None, {**none, "tied": {}, "torn": torn or [first_line(error)]}
     # All of them missing is a plain model, whose memory begins new.
-    new = set(filter(may_lack.search, found.get("missing_keys", ())))
-    if new and new == set(filter(may_lack.search, model.state_dict())):
+    new = set(filter(may_lack.search, found["missing_keys"]))
+    if new == set(filter(may_lack.search, model.state_dict())):
         found["missing_keys"] -= new
-    reshaped = [f"{name} {list(has)} for {list(must)}" for name, has, must in found.get("mismatched_keys", ())]
-    notices, problems = [], []
-    if left_out:
-        notices.append(
-            f"{key} also holds {counted_names(left_out)}: a {model_class.__name__} leaves them out, untrained"
-        )
-    tied = {} if "torn" in found else model.all_tied_weights_keys
-    # On the meta device, transformers 5.24 leaves two tensors apart instead of comparing them.
-    if compared or any(model.get_parameter(one) is not model.get_parameter(other) for one, other in tied.items()):
-        ties = ", ".join(f"{target} and {source}" for target, source in tied.items())
-        notices.append(f"{key} holds {ties}, which its config ties: equal weights are trained as one, others apart")
-    # A difference is an error unless the user lists it as intended.
-    for has, names, then in (
-        ("lacks", found.get("missing_keys", ()), "begin random"),
-        ("also holds", found.get("unexpected_keys", ()), "are left out"),
-        ("holds other shapes of", [*reshaped, *quantized.reshaped], ""),
-        ("holds a part of", found.get("torn", ()), ""),
-        ("lacks the scales", quantized.lacking, ""),
-    ):
-        passed = {name for name in names if then and any(fnmatchcase(name, glob) for glob in allowed)}
-        if passed:
-            notices.append(f"{_OPTION}: {counted_names(passed)} of {key} {then}")
-        if rest := set(names) - passed:
-            # A part that is missing as a whole is one word, not a hundred names.
-            for part in outside_text(model) if rest == set(found.get("missing_keys", ())) else ():
-                inside = {name for name in model.state_dict() if name.startswith(f"{part}.")}
-                rest = rest - inside | {f"{part}.*"} if inside and inside <= rest else rest
-            how = f" with model.override_config={spell(override)}" if override else ""
-            hint = f"; {_OPTION}=[{min(rest)}] names those that may {then.replace('are', 'be')}" if then else ""
-            problems.append(
-                f"{key} must hold the weights of the {model_class.__name__} that its config means{how}; {path} "
-                f"{has} {counted_names(rest)}{hint}"
-            )
-    refuse(problems)
-    return notices
+    reshaped = [f"{name} {list(has)} for {list(needs)}" for name, has, needs in found["mismatched_keys"]]
+    # On the meta device, transformers 5.24 leaves two tensors as they are instead of comparing them.
+    tied = model.all_tied_weights_keys
+    if not compared and all(model.get_parameter(one) is model.get_parameter(other) for one, other in tied.items()):
+        tied = {}
+    return model, {**found, "reshaped": reshaped, "torn": (), "left_out": left_out, "tied": tied}
 
 
 @contextmanager
@@ -218,14 +231,29 @@ def _ties_of_headers() -> Iterator[list[torch.Size]]:
 
 
 def digest_of_weights(path: str, key: str = "model.path") -> str:
-    """Describe the content of a folder's or Hub model's weights.
+    """Describe the content of a folder's or Hub model's weights, and samples of every tensor in safetensors files.
 
-    A Hub model is downloaded, and has the digest of a folder with the same files.
+    A Hub model is downloaded, and has the digest of a folder with the same files. The ends of the files alone do not
+    tell a base from the same one with an adapter merged into some of its layers.
     """
     if os.path.exists(path):
-        return folder_digest(path, _ENDINGS)
-    files = [Path(file) for file in weight_files(path, key)]
-    return files_digest(sorted(files), files[0].parent)
+        digest, files = folder_digest(path, _ENDINGS), sorted(Path(path).rglob("*.safetensors"))
+    else:
+        files = sorted(Path(file) for file in weight_files(path, key))
+        digest = files_digest(files, files[0].parent)
+    samples = [sample for file in files if file.suffix == ".safetensors" for sample in _samples_of_tensors(file)]
+    return f"{digest}{TENSORS}{fingerprint(*samples, digits=16)}" if samples else digest
+
+
+def _samples_of_tensors(file: Path) -> Iterator[bytes]:
+    """Yield the bytes at the beginning and in the middle of each tensor of a safetensors file."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        for entry in parse_json(opened.read(size).decode()).values():
+            first, last = entry.get("data_offsets", (0, 0))  # which the metadata lack
+            for begin in (first, (first + last) // 2):
+                opened.seek(8 + size + begin)
+                yield opened.read(min(_SAMPLE, last - begin))
 
 
 def revision(path: str) -> str:
@@ -245,7 +273,7 @@ def headers(path: str, key: str, names: Sequence[str] = _FILES) -> dict[str, Any
         try:
             state |= load_state_dict(file, map_location="meta")
         except Exception as error:  # a pickle may raise any error
-            raise ValueError(f"{key} must hold weights that can be read; got {file}: {first_line(error)}") from error
+            raise ValueError(must(key, "hold weights that can be read", f"{file}: {first_line(error)}")) from error
     return state
 
 
@@ -256,7 +284,7 @@ def weight_files(path: str, key: str = "model.path", names: Sequence[str] = _FIL
             file = utils.cached_file(path, name)
             assert file is not None, "has_file says that it is there"
             return utils.hub.get_checkpoint_shard_files(path, file)[0] if name.endswith(".index.json") else [file]
-    raise ValueError(f"{key} must hold {' or '.join(names)}; got {path}")
+    raise ValueError(must(key, f"hold {' or '.join(names)}", path))
 
 
 def counted_names(names: Iterable[str]) -> str:

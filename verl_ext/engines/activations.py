@@ -24,7 +24,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from verl_ext.engines.tiles import tile
-from verl_ext.options import Options, option
+from verl_ext.options import Options, must, option
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the model node
@@ -72,11 +72,10 @@ def check_host_memory(num_layers: int, hidden_size: int, dtype: torch.dtype, tok
         of_layer = 1 << (of_layer - 1).bit_length()  # PyTorch rounds page-locked memory up to a power of two
     needed, available = num_layers * of_layer * ranks, available_memory()
     if needed > available:
-        raise ValueError(
-            f"model.activation_offload=true must find host memory for {num_layers} layers × {tokens:,} tokens × "
-            f"{hidden_size:,} numbers of each of the node's {ranks} ranks: {needed / 2**30:.1f} GiB; got "
-            f"{available / 2**30:.1f} GiB. Lower data.max_tokens, or share packs among more ranks"
-        )
+        sizes = f"{num_layers} layers × {tokens:,} tokens × {hidden_size:,} numbers of each of the node's {ranks} ranks"
+        requirement = f"find host memory for {sizes}: {needed / 2**30:.1f} GiB"
+        got = f"{available / 2**30:.1f} GiB. Lower data.max_tokens, or share packs among more ranks"
+        raise ValueError(must("model.activation_offload=true", requirement, got))
 
 
 def available_memory() -> int:

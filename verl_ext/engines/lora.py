@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from verl_ext.options import Options, option, plain, spell
+from verl_ext.options import Options, must, option, plain, spell
 
 ALL_LINEAR = "all-linear"  # PEFT's word
 
@@ -51,7 +51,7 @@ class LoraOptions(Options):
     def problems(self) -> Iterator[str]:
         """Yield a line for a dropout of everything, and for a pattern alone."""
         if self.lora_dropout >= 1:
-            yield f"model.lora_dropout must be below 1; got {spell(self.lora_dropout)}"
+            yield must("model.lora_dropout", "be below 1", self.lora_dropout)
         if self.layers_pattern and self.layers_to_transform is None:
             yield f"model.layers_pattern needs model.layers_to_transform; got {spell(self.layers_pattern)}"
 

@@ -25,7 +25,7 @@ from verl_ext.engines.adam8bit import AdamW8bit
 from verl_ext.engines.muon import MATRICES, PARTS, MuonAdamW, fused_parts, layer_matrices
 from verl_ext.engines.tiles import is_norm
 from verl_ext.layers.towers import is_named, name_hint
-from verl_ext.options import first_line, refuse, spell
+from verl_ext.options import first_line, must, refuse
 from verl_ext.text.workers import available_cpus
 
 FUSED, FOREACH, LOOP = "fused", "foreach", "loop"
@@ -132,12 +132,13 @@ def rate_problems(module: nn.Module, rates: Mapping[str, float]) -> Iterator[str
     every = [name for names in trained for name in names]
     for pattern in rates:
         if not any(is_named(name, pattern) for name in every):
-            yield f"optim.lr_of must name parameters that are trained; got {pattern}{name_hint(pattern, every)}"
+            yield must("optim.lr_of", "name parameters that are trained", pattern) + name_hint(pattern, every)
     for names in trained:
         asked = [name for name in names if any(is_named(name, pattern) for pattern in rates)]
         if len({_factor([name], rates) for name in asked}) > 1:
-            must = f"optim.lr_of must give {' and '.join(asked)}, which are one tied weight, one factor"
-            yield f"{must}; got {spell(dict(rates))}"
+            yield must(
+                "optim.lr_of", f"give {' and '.join(asked)}, which are one tied weight, the same factor", dict(rates)
+            )
 
 
 def step_problem(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer], steps: int = 2) -> str | None:

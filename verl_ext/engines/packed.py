@@ -38,6 +38,7 @@ from verl_ext.layers import UNAWARE, RunningPack, attach, install, torch_forms
 from verl_ext.layers.experts import choose_experts
 from verl_ext.layers.towers import freeze, model_class, text_alone, text_parts
 from verl_ext.losses import BLOCK_BYTES, HEADS, TOKEN_STATS, Coefficients, nll_and_stats, row_coefficients
+from verl_ext.options import must
 from verl_ext.parallel.key_exchange import ContextGroups, ContextLayout
 from verl_ext.parallel.shards import SequenceShards, document_layout, pinned
 from verl_ext.parallel.trees import TreeLayout, tree_layout
@@ -209,16 +210,15 @@ class PackedEngine(StepEngine):
         read_layout = tree_layout if shares else document_layout
         layout = read_layout(micro_batch["position_ids"].values().cpu(), device)
         if self._groups and isinstance(layout, TreeLayout):
-            raise ValueError(f"data.share_prefixes must be false with {self.shards.context} context-parallel groups")
+            needed = f"be false with {self.shards.context} context-parallel groups"
+            raise ValueError(must("data.share_prefixes", needed, True))
         rows = self._target_rows(micro_batch)
         micro_batch = on_device(micro_batch, device)
         inputs: Any
         if _needs_verl(micro_batch):
             if self._groups:
-                raise ValueError(
-                    "parallel.context_parallel_size must be 1 where a batch asks for entropies, a temperature or other "
-                    f"outputs of verl's own; got {self.shards.context}"
-                )
+                needed = "be 1 where a batch asks for entropies, a temperature or other outputs of verl's own"
+                raise ValueError(must("parallel.context_parallel_size", needed, self.shards.context))
             arguments, inputs = self.prepare_model_inputs(micro_batch)
             layout = layout.padded(inputs["pad_size"])
         else:

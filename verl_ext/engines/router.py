@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers.utils.output_capturing import OutputRecorder
 
+from verl_ext.options import must
+
 
 class RoutingSums(NamedTuple):
     """The sums of a step or of some tokens, in float64."""
@@ -76,10 +78,8 @@ class RouterLoss:
             if isinstance(part, router.target_class)
         }
         if not routers:
-            raise ValueError(
-                f"model.override_config.output_router_logits must be false for {type(hf_config).__name__}: "
-                "transformers declares no routers for it; got true"
-            )
+            needed = f"be false for {type(hf_config).__name__}: transformers declares no routers for it"
+            raise ValueError(must("model.override_config.output_router_logits", needed, True))
         for part, index in routers.items():
             part.register_forward_hook(lambda _, __, output, index=index: self._record(output[index]))
 

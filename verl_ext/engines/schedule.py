@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from verl.workers.config import FSDPOptimizerConfig
 from verl.workers.config.optimizer import OptimizerConfig
 
-from verl_ext.options import Options, option, spell
+from verl_ext.options import Options, must, option, spell
 
 OF_VERL = ("constant", "cosine")
 STABLE_SHARE = 0.9  # of the steps after the warm-up, if `optim.lr_wsd_decay_steps` is null; as in verl ≤ 0.6
@@ -86,9 +86,9 @@ class OptimOptions(Options):
         for pattern, factor in self.lr_of.items():
             is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
             if not isinstance(pattern, str):
-                yield f"optim.lr_of must have globs of names as keys; got {spell(pattern)}"
+                yield must("optim.lr_of", "have globs of names as keys", pattern)
             elif not is_number or not 0 < factor < math.inf:
-                yield f"optim.lr_of.{pattern} must be a number above 0; got {spell(factor)}"
+                yield must(f"optim.lr_of.{pattern}", "be a number above 0", factor)
 
 
 @dataclass
@@ -110,15 +110,15 @@ def schedule_problems(optim: Any, total_steps: int | None = None) -> Iterator[st
         yield f"optim.split_fused needs optim.optimizer=Muon; got true with {optim.optimizer}"
     kind, cycles, steps = optim.lr_scheduler_type, optim.num_cycles, optim.lr_wsd_decay_steps
     if kind == "cosine_with_restarts" and (cycles < 1 or cycles != int(cycles)):
-        yield f"optim.num_cycles must be a whole number from 1 with optim.lr_scheduler_type={kind}; got {spell(cycles)}"
+        yield must("optim.num_cycles", f"be a whole number from 1 with optim.lr_scheduler_type={kind}", cycles)
     if kind in ("linear", "wsd") and cycles != _ONE_DECAY:
-        yield f"optim.num_cycles must be {_ONE_DECAY} with optim.lr_scheduler_type={kind}; got {spell(cycles)}"
+        yield must("optim.num_cycles", f"be {_ONE_DECAY} with optim.lr_scheduler_type={kind}", cycles)
     if kind != "wsd":
         for name, default in (("steps", None), ("style", "cosine")):
             if (value := getattr(optim, f"lr_wsd_decay_{name}")) != default:
                 yield f"optim.lr_wsd_decay_{name} needs optim.lr_scheduler_type=wsd; got {spell(value)} with {kind}"
     elif steps is not None and total_steps is not None and steps > (room := total_steps - _warmup(optim, total_steps)):
-        yield f"optim.lr_wsd_decay_steps must be at most {room}, the steps of the run after the warm-up; got {steps}"
+        yield must("optim.lr_wsd_decay_steps", f"be at most {room}, the steps of the run after the warm-up", steps)
 
 
 def rate_factor(optim: Any, total_steps: int) -> Callable[[int], float]:

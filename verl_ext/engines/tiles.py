@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from verl_ext.layers import MIXERS
+from verl_ext.options import must
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -363,7 +364,5 @@ def is_norm(module: nn.Module) -> bool:
 
 def untileable(model_class: str, tokens: int) -> str:
     """Return the line that refuses `model.tile_tokens` for a model."""
-    return (
-        f"model.tile_tokens must be null for {model_class}, none of whose layers reads each token by itself but for "
-        f"attention; got {tokens}"
-    )
+    needed = f"be null for {model_class}, none of whose layers reads each token by itself but for attention"
+    return must("model.tile_tokens", needed, tokens)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_ext.launch.topology import Topology
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 
 PORT = 6379  # of Ray's head
 _RUN = ("python", "-m", "verl_ext.fsdp_sft_trainer_ray")
@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> int:
         if mode == "submit":
             return _submit(overrides)
         if mode != "node":
-            raise UsageError(f"the first argument must be node or submit; got '{mode}'")
+            raise UsageError(must("the first argument", "be node or submit", f"'{mode}'"))
         return _node(Topology.of(os.environ, PORT), overrides)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -65,7 +65,7 @@ def _node(topology: Topology, overrides: Sequence[str]) -> int:
     if topology.nodes == 1 and overrides:  # Ray itself makes a cluster of this machine for the run
         return _replace_by(["env", "-u", "RAY_ADDRESS", *_RUN, *size, *overrides])
     if (mode := os.environ.get("RAY_AUTH_MODE", "")) not in ("token", "disabled"):
-        raise UsageError(f"RAY_AUTH_MODE must be token or disabled, the same on every node; got '{mode}'")
+        raise UsageError(must("RAY_AUTH_MODE", "be token or disabled, the same on every node", f"'{mode}'"))
     where = f"{topology.address}:{topology.port or PORT}"
     start = list(_START)
     if topology.local_address:
@@ -144,5 +144,5 @@ def _wait_for_head(topology: Topology, process: "subprocess.Popen[bytes] | None"
             raise UsageError("Ray's head has ended; its lines above say why")
         if time.monotonic() > end:
             where = f"{topology.address}:{topology.port}"
-            raise UsageError(f"Ray's head must listen at MASTER_ADDR:MASTER_PORT={where}; got no answer")
+            raise UsageError(must("Ray's head", f"listen at MASTER_ADDR:MASTER_PORT={where}", "no answer"))
         time.sleep(1)

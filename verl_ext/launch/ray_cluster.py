@@ -15,14 +15,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from verl_ext.options import UsageError, first_line
+from verl_ext.options import UsageError, first_line, must
 
 ANSWERS_WITHIN = 10  # seconds
 OBJECT_STORE = 128 << 20  # bytes of shared memory; no large object passes through it
 
 _NEEDED = (
-    "RAY_ADDRESS must be host:port of the head of a Ray cluster, or auto, on one of the cluster's machines (ray job"
-    " submit starts a command there), or local"
+    "be host:port of the head of a Ray cluster, or auto, on one of the cluster's machines (ray job submit starts a"
+    " command there), or local"
 )
 
 
@@ -56,7 +56,8 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
             is_own = False
             ray.init(**quiet)  # a cluster runs on this machine, so its resources cannot be set
     except Exception as error:  # Ray raises many kinds
-        raise UsageError(f"{_NEEDED}; got {address or 'nothing'}: {first_line(error)}") from error
+        got = f"{address or 'nothing'}: {first_line(error)}"
+        raise UsageError(must("RAY_ADDRESS", _NEEDED, got)) from error
     # End the connection with the block, and leave the signals to the caller meanwhile.
     try:
         if threading.current_thread() is threading.main_thread():
@@ -84,7 +85,7 @@ def _reachable(address: str) -> str:
     # Refuse a malformed address in the name of its variable, which Ray would not mention.
     host, _, port = target.rpartition(":")
     if not host or not port.isdigit() or "://" in host:
-        raise UsageError(f"{_NEEDED}; got {address}")
+        raise UsageError(must("RAY_ADDRESS", _NEEDED, address))
     # Ask twice, with a time limit: whether anything listens, and whether it is Ray with this token.
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_WITHIN).close()
@@ -95,15 +96,14 @@ def _reachable(address: str) -> str:
         # Without RAY_ADDRESS, a dead cluster in the address file is no mistake.
         if not address:
             return "local"
-        raise UsageError(f"{_NEEDED}; got {address}: {first_line(error)}") from error
+        raise UsageError(must("RAY_ADDRESS", _NEEDED, f"{address}: {first_line(error)}")) from error
     except (grpc.FutureTimeoutError, grpc.RpcError) as error:
         code = error.code() if isinstance(error, grpc.RpcError) else grpc.StatusCode.UNIMPLEMENTED
         if code is grpc.StatusCode.UNIMPLEMENTED:  # another kind of service answered
-            raise UsageError(f"{_NEEDED}; got {address or target}, where something else listens") from None
+            got = f"{address or target}, where something else listens"
+            raise UsageError(must("RAY_ADDRESS", _NEEDED, got)) from None
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            mode = os.environ.get("RAY_AUTH_MODE", "nothing")
-            raise UsageError(
-                "RAY_AUTH_MODE must be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH give the token of the "
-                f"cluster at {address or target}; got RAY_AUTH_MODE={mode} and another token or none"
-            ) from None
+            got = f"RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE', 'nothing')} and another token or none"
+            needed = "be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH give the token of the cluster at"
+            raise UsageError(must("RAY_AUTH_MODE", f"{needed} {address or target}", got)) from None
     return address

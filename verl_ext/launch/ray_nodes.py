@@ -26,6 +26,7 @@ from ray.util import get_node_ip_address, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl_ext.launch.protocol import SIGNALS, STOPPED, Ending, Launcher
+from verl_ext.options import must
 
 _GRACE = 10.0  # seconds in which the other nodes may report their ends, once one has failed
 _SILENCE = 5.0  # seconds of waiting for nodes before a line about it
@@ -124,10 +125,8 @@ def placed_nodes(
         # Take as many nodes as the caller accepts: after a loss, fewer are better than none.
         count = next((n for n in range(len(ready), 0, -1) if suits(n)), 0)
         if not count:
-            raise ValueError(
-                f"the Ray cluster must have {needs}, free within ray.timeout={seconds:g} seconds; "
-                f"got {len(ready)} such nodes: {_cluster()}"
-            )
+            needed = f"have {needs}, free within ray.timeout={seconds:g} seconds"
+            raise ValueError(must("the Ray cluster", needed, f"{len(ready)} such nodes: {_cluster()}"))
         # Return what is left over: it would hold devices that no rank uses.
         for group in set(groups) - set(ready[:count]):
             remove_placement_group(group)

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 
 # The first variable that is set and not empty counts. PET_* are torchrun's own names, as Kubeflow's operator sets them.
 # WORLD_SIZE and RANK are not read: they count processes for some schedulers and nodes for others.
@@ -57,13 +57,13 @@ class Topology:
         restarts = _whole("MAX_RESTARTS", values["MAX_RESTARTS"] or "0", least=0)
         port, rank, address = values["MASTER_PORT"], values["NODE_RANK"], values["MASTER_ADDR"]
         if port and not (re.fullmatch(r"[1-9]\d{0,4}", port) and int(port) < 1 << 16):
-            raise UsageError(f"MASTER_PORT must be a port, 1 to 65535; got '{port}'")
+            raise UsageError(must("MASTER_PORT", "be a port, 1 to 65535", f"'{port}'"))
         if nodes == 1:
             rank, address = "0", address or "127.0.0.1"
         elif not address:
-            raise UsageError(f"MASTER_ADDR (or master_ip) must name the first node when NNODES={nodes}; got nothing")
+            raise UsageError(must("MASTER_ADDR (or master_ip)", f"name the first node when NNODES={nodes}", "nothing"))
         elif not (re.fullmatch(r"0|[1-9]\d*", rank) and int(rank) < nodes):
-            raise UsageError(f"NODE_RANK must be 0 to {nodes - 1} when NNODES={nodes}; got '{rank}'")
+            raise UsageError(must("NODE_RANK", f"be 0 to {nodes - 1} when NNODES={nodes}", f"'{rank}'"))
         number = int(port) if port else None if nodes == 1 else default_port
         return cls(
             nodes=nodes,
@@ -96,7 +96,7 @@ class Topology:
 
 def _whole(name: str, text: str, least: int) -> int:
     if not re.fullmatch(r"0|[1-9]\d*", text) or int(text) < least:
-        raise UsageError(f"{name} must be a whole number of at least {least}; got '{text}'")
+        raise UsageError(must(name, f"be a whole number of at least {least}", f"'{text}'"))
     return int(text)
 
 

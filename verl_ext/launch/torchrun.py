@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from verl_ext.launch.protocol import Launcher
+from verl_ext.options import must
 
 _OUR_RANKS = ("verl_ext.fsdp_sft_trainer", "verl_ext/fsdp_sft_trainer.py")
 
@@ -63,4 +64,4 @@ def _end_quietly(kind: type[BaseException], error: BaseException, trace: Traceba
 
 
 def _no_backend(_: Any) -> NoReturn:
-    raise ValueError("--rdzv_backend must be one of torchrun's; got verl_ext, which has none")
+    raise ValueError(must("--rdzv_backend", "be one of torchrun's", "verl_ext, which has none"))

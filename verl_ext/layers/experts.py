@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from verl_ext.options import must
+
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # as configs name them
 
 
@@ -23,13 +25,12 @@ def experts_problem(model: Any, asked: str) -> str | None:
         return None
     name = type(model).__name__
     if not has_experts(model):
-        return f"model.experts must be auto for a {name}, which has no experts"
+        return must("model.experts", f"be auto for a {name}, which has no experts", asked)
     try:
         choose_experts(model, asked)
     except ValueError:
-        return (
-            f"model.experts must be auto or eager for a {name}, of whose experts transformers has no grouped products"
-        )
+        needed = f"be auto or eager for a {name}, of whose experts transformers has no grouped products"
+        return must("model.experts", needed, asked)
     return None
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from verl_ext.options import first_line
+from verl_ext.options import first_line, must
 from verl_ext.parallel.shards import DocumentLayout, SequenceShards, pinned
 
 
@@ -69,7 +69,7 @@ def import_fla(module: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "fla":
             raise  # the package is not installed, or this version has no such module
         got = f"torch {torch.__version__} ({first_line(error)})"
-        raise RuntimeError(f"flash-linear-attention must be importable, or be uninstalled; got {got}") from error
+        raise RuntimeError(must("flash-linear-attention", "be importable, or be uninstalled", got)) from error
     finally:
         known = CONFIG_MAPPING._extra_content
         for kind in [kind for kind, config in known.items() if config.__module__.startswith("fla.")]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from verl_ext.options import Options, nearest_hint, option
+from verl_ext.options import Options, must, nearest_hint, option
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the model node
@@ -139,8 +139,8 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
         )
         named = [name for name in parameters if is_named(name, glob)]
         if not named:
-            must = f"model.freeze must name modules or parameters of a {type(model).__name__}"
-            raise ValueError(f"{must}; got {pattern}{name_hint(pattern, parameters)}")
+            needed = f"name modules or parameters of a {type(model).__name__}"
+            raise ValueError(must("model.freeze", needed, pattern) + name_hint(pattern, parameters))
         if pattern.startswith("!"):
             trained.update(named)
         else:
@@ -151,4 +151,4 @@ def freeze(model: Any, patterns: Iterable[str]) -> None:
     for name in frozen:
         (modules[name] if name in modules else parameters[name]).requires_grad_(False)
     if patterns != ["*"] and not any(parameter.requires_grad for parameter in parameters.values()):
-        raise ValueError(f"model.freeze must leave a parameter to train; got {patterns}")
+        raise ValueError(must("model.freeze", "leave a parameter to train", patterns))

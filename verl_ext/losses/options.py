@@ -13,7 +13,7 @@ import numpy as np
 from verl_ext.custom import custom_object
 from verl_ext.losses.modes import MODES, Array, LossSpec, Mode, PackCoefficients, category_weight_table
 from verl_ext.losses.preference_modes import PREFERENCE_MODES
-from verl_ext.options import Options, first_line, option, options_of, spell
+from verl_ext.options import Options, first_line, must, option, options_of
 
 HEADS = ("fused", "targets", "plain")  # from the least memory to the most
 
@@ -46,7 +46,7 @@ class CustomLoss(Options):
         if not self.is_named:
             return None
         if not callable(function := custom_object(self.prefix, self.path, self.name)):
-            raise ValueError(f"{self.prefix}.name must name a function; got {self.name} of {self.path}")
+            raise ValueError(must(f"{self.prefix}.name", "name a function", f"{self.name} of {self.path}"))
         return function
 
     def load(self) -> Mode | None:
@@ -76,7 +76,7 @@ def _call(function: Mode, name: str, mask: Array, weights: Array, lengths: Array
 
     def refuse(requirement: str, got: object) -> NoReturn:
         listed = ", ".join(map(str, lengths[:8].tolist())) + ", …" * (len(lengths) > 8)
-        raise ValueError(f"{name} must {requirement}; got {got} for documents of {listed} tokens")
+        raise ValueError(must(name, requirement, f"{got} for documents of {listed} tokens"))
 
     try:
         coefficients, normaliser = function(mask.copy(), weights.copy(), lengths.copy())
@@ -135,7 +135,7 @@ class LossOptions(Options):
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each invalid combination or category weight."""
         if self.custom_cls.is_named and self.mode != "token":
-            yield f"loss.mode must be token, its default, with loss.custom_cls; got {self.mode}"
+            yield must("loss.mode", "be token, its default, with loss.custom_cls", self.mode)
         yield from self.category_problems()
 
     def category_problems(self) -> Iterable[str]:
@@ -143,9 +143,9 @@ class LossOptions(Options):
         for name, weight in (self.category_weights or {}).items():
             key = f"loss.category_weights.{name}"
             if isinstance(weight, bool) or not isinstance(weight, int | float):
-                yield f"{key} must be a number; got {spell(weight)}"
+                yield must(key, "be a number", weight)
             elif not math.isfinite(weight) or weight < 0:
-                yield f"{key} must be finite and at least 0; got {weight}"
+                yield must(key, "be finite and at least 0", weight)
 
     @property
     def head_flags(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from verl_ext.losses.preference_modes import PREFERENCE_MODES, Sides
 from verl_ext.losses.preference_options import PreferenceOptions
 from verl_ext.losses.preference_units import Units
+from verl_ext.options import must
 
 
 class Terms(NamedTuple):
@@ -58,7 +59,7 @@ def preference_terms(
         return Terms(units.chosen, units.pair_weight, losses)
     if not options.of_mode.takes_labels:
         labels = ", ".join(name for name, mode in PREFERENCE_MODES.items() if mode.takes_labels)
-        raise ValueError(f"loss.mode must be one of {labels} for answers with a label alone; got {options.mode}")
+        raise ValueError(must("loss.mode", f"be one of {labels} for answers with a label alone", options.mode))
     alone = torch.sigmoid(-units.side[units.alone] * options.scale * ratios[units.alone])
     documents, weights = (
         torch.cat(parts) for parts in ((units.chosen, units.alone), (units.pair_weight, units.weight[units.alone]))

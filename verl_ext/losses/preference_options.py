@@ -12,7 +12,7 @@ from verl_ext.losses.modes import MODES
 from verl_ext.losses.options import CustomLoss, LossOptions
 from verl_ext.losses.preference_modes import PREFERENCE_MODES, Formula, PreferenceMode, Sides
 from verl_ext.losses.preference_units import LENGTHS
-from verl_ext.options import first_line, option
+from verl_ext.options import first_line, must, option
 
 _SMOOTHED = ("dpo", "dpo_norm", "robust", "simpo", "cpo", "dpop")
 # The options that only some modes use.
@@ -83,25 +83,25 @@ class PreferenceOptions(LossOptions):
     def problems(self) -> Iterable[str | None]:
         yield from self.category_problems()
         if self.by_probability:
-            yield f"loss.by_probability must be false with loss.mode={self.mode}, which weighs answers; got true"
+            yield must("loss.by_probability", f"be false with loss.mode={self.mode}, which weighs answers", True)
         if self.label_smoothing >= 0.5:
-            yield f"loss.label_smoothing must be below 0.5; got {self.label_smoothing}"
+            yield must("loss.label_smoothing", "be below 0.5", self.label_smoothing)
         for name in self.changed().keys() & _USED_BY.keys():
             if self.mode not in _USED_BY[name]:
                 got = f"got {getattr(self, name)} with loss.mode={self.mode}"
                 yield f"loss.{name} is an option of {', '.join(_USED_BY[name])}; {got}"
         of_pairs = [name for name, mode in PREFERENCE_MODES.items() if not mode.takes_labels]
         if self.custom_cls.is_named and self.mode not in of_pairs:
-            yield f"loss.mode must be one of {', '.join(of_pairs)} with loss.custom_cls; got {self.mode}"
+            yield must("loss.mode", f"be one of {', '.join(of_pairs)} with loss.custom_cls", self.mode)
         own = PREFERENCE_MODES[self.mode]
         if own.formula is None and self.answers != "sum":
-            yield f"loss.answers must be sum with loss.mode={self.mode}, which compares no answers; got {self.answers}"
+            yield must("loss.answers", f"be sum with loss.mode={self.mode}, which compares no answers", self.answers)
         if own.formula is None and self.chosen_length == "common":
-            yield f"loss.length must be sum or mean with loss.mode={self.mode}, which compares no answers; got common"
+            yield must("loss.length", f"be sum or mean with loss.mode={self.mode}, which compares no answers", "common")
         if own.fixed_length and self.length not in (None, own.length):
-            yield f"loss.length must be {own.length} with loss.mode={self.mode}; got {self.length}"
+            yield must("loss.length", f"be {own.length} with loss.mode={self.mode}", self.length)
         if not self.desirable_weight and not self.undesirable_weight:
-            yield "loss.desirable_weight or loss.undesirable_weight must be above 0; got 0 and 0"
+            yield must("loss.desirable_weight or loss.undesirable_weight", "be above 0", "0 and 0")
         if self.tail_weight != 1 and self.chosen_length != "common":
             got = f"got {self.tail_weight} with {self.chosen_length}"
             yield f"loss.tail_weight is an option of loss.length=common; {got}"
@@ -154,10 +154,10 @@ def checked_formula(function: Callable[..., Any], name: str) -> Formula:
         gradients = torch.autograd.grad(losses.sum(), (chosen, rejected))
     except Exception as error:
         got = f"{type(error).__name__}: {first_line(error)}"
-        raise ValueError(f"{name} must give losses with gradients for (sides, options); got {got}") from error
+        raise ValueError(must(name, "give losses with gradients for (sides, options)", got)) from error
     if losses.shape != trial.shape or losses.dtype != torch.float64:
         got = f"{losses.dtype} of shape {tuple(losses.shape)} for 3 pairs"
-        raise ValueError(f"{name} must give float64[pairs]; got {got}")
+        raise ValueError(must(name, "give float64[pairs]", got))
     if not all(torch.isfinite(values).all() for values in (losses, *gradients)):
-        raise ValueError(f"{name} must give finite losses and gradients; got {losses.tolist()} for 3 pairs")
+        raise ValueError(must(name, "give finite losses and gradients", f"{losses.tolist()} for 3 pairs"))
     return function

@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from verl_ext.options import must
 from verl_ext.packing.plan import Bools, Indices, Ints
 
 KEY = "data.mixture"
@@ -102,10 +103,8 @@ def draw_mixture(
         # An interval may stay empty, a source may not: the run would lack what its user asked for.
         if not any(interval.drawn for interval in intervals):
             shortest = min(int(lengths[documents].min()) for documents in pool)
-            raise ValueError(
-                f"{source.key} must have tokens for at least one document; got {budget} tokens over "
-                f"{len(pool)} intervals, and its shortest document has {shortest}"
-            )
+            got = f"{budget} tokens over {len(pool)} intervals, and its shortest document has {shortest}"
+            raise ValueError(must(source.key, "have tokens for at least one document", got))
         draws += intervals
     return draws
 
@@ -113,16 +112,15 @@ def draw_mixture(
 def _pools(lengths: Indices, source: MixtureSource, members: Ints) -> list[Ints]:
     """Return the documents of each interval of a source, ascending."""
     if len(members) == 0:
-        raise ValueError(f"{source.key} must have at least one document to draw from; got none")
+        raise ValueError(must(source.key, "have at least one document to draw from", "none"))
     of_members = lengths[members]
     pools = []
     for low, high in source.intervals:
         pools.append(members if low is None or high is None else members[(of_members > low) & (of_members <= high)])
         if len(pools[-1]) == 0:
-            raise ValueError(
-                f"{source.key}.intervals must each hold a document; got none of more than {low} and at most {high} "
-                f"tokens (its documents have {of_members.min()} to {of_members.max()})"
-            )
+            sizes = f"(its documents have {of_members.min()} to {of_members.max()})"
+            got = f"none of more than {low} and at most {high} tokens {sizes}"
+            raise ValueError(must(f"{source.key}.intervals", "each hold a document", got))
     return pools
 
 
@@ -136,10 +134,8 @@ def _budgets(
     if weights and total_tokens is not None:
         shared = total_tokens - in_tokens
         if shared <= 0:
-            raise ValueError(
-                f"{KEY}.total_tokens must leave tokens to the sources with a weight; got {total_tokens:g}, and the "
-                f"budgets in tokens sum to {in_tokens:g}"
-            )
+            got = f"{total_tokens:g}, and the budgets in tokens sum to {in_tokens:g}"
+            raise ValueError(must(f"{KEY}.total_tokens", "leave tokens to the sources with a weight", got))
     elif weights:
         is_shared = np.zeros(len(lengths), bool)
         for source, intervals in zip(sources, pools, strict=True):
@@ -157,10 +153,9 @@ def _draw_interval(
     epochs, rest = divmod(budget, tokens)
     # Whole epochs come first, so that no document repeats while another has not been drawn.
     if epochs * len(pool) > MOST_DOCUMENTS:
-        raise ValueError(
-            f"{source.key} must draw fewer than 2^31 documents from an interval; got a budget of {budget:,} "
-            f"tokens for an interval of {len(pool):,} documents with {tokens:,} tokens"
-        )
+        of = f"an interval of {len(pool):,} documents with {tokens:,} tokens"
+        got = f"a budget of {budget:,} tokens for {of}"
+        raise ValueError(must(source.key, "draw fewer than 2^31 documents from an interval", got))
     chosen = _random_subset(lengths, rest, np.random.default_rng(seed))
     drawn = epochs * tokens + int(lengths[chosen].sum())
     # Whole documents may miss the budget; the user then learns of the one that would come nearest.

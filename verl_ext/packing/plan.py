@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from verl_ext.options import check_choice
+from verl_ext.options import check_choice, must
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -136,16 +136,14 @@ def cut_spans(lengths: Indices, max_tokens: int, policy: str, key: str = "data.t
     # Refuse what would leave nothing to pack, or drop what the user did not give up.
     over = lengths > max_tokens
     if over.any() and policy == "error":
-        raise ValueError(
-            f"data.max_tokens must hold every document of {key}; got {max_tokens}, but {int(over.sum())} of "
-            f"{len(lengths)} documents are longer, the longest has {lengths.max()} tokens: raise data.max_tokens or "
-            "choose data.over_length=drop|truncate|split"
-        )
+        longer = f"{int(over.sum())} of {len(lengths)} documents are longer, the longest has {lengths.max()} tokens"
+        hint = "raise data.max_tokens or choose data.over_length=drop|truncate|split"
+        got = f"{max_tokens}, but {longer}: {hint}"
+        raise ValueError(must("data.max_tokens", f"hold every document of {key}", got))
     if policy == "drop" and (over | (lengths == 0)).all():
-        raise ValueError(
-            f"data.max_tokens must hold at least one document of {key}; got {max_tokens}, the shortest document has "
-            f"{lengths[over].min()} tokens and data.over_length=drop leaves none"
-        )
+        shortest = f"the shortest document has {lengths[over].min()} tokens"
+        got = f"{max_tokens}, {shortest} and data.over_length=drop leaves none"
+        raise ValueError(must("data.max_tokens", f"hold at least one document of {key}", got))
     # Count the pieces of each row, then lay them out one after the other, `max_tokens` apart.
     budget = min(max_tokens, np.iinfo(lengths.dtype).max)  # no document is longer than a number of its type
     pieces = -(-lengths // budget)  # 0 for an empty row

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from verl_ext.options import check_choice, whole_number
+from verl_ext.options import check_choice, must, whole_number
 from verl_ext.packing.best_fit import best_fit, sort_by_length
 from verl_ext.packing.plan import Indices, Ints, PackPlan, index_type, offsets_of
 
@@ -73,17 +73,16 @@ def plan_packs(lengths: ArrayLike, max_tokens: int, strategy: str = "best_fit", 
 def _checked(lengths: ArrayLike, max_tokens: int) -> Ints:
     array = np.asarray(lengths)
     if array.ndim != 1:
-        raise ValueError(f"lengths must be one-dimensional; got shape {array.shape}")
+        raise ValueError(must("lengths", "be one-dimensional", f"shape {array.shape}"))
     if array.size == 0:
         return np.zeros(0, np.int64)
     if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"lengths must be integers; got {array.dtype}")
+        raise ValueError(must("lengths", "be integers", array.dtype))
     if array.min() < 1:
-        raise ValueError(f"lengths must be at least 1; got {array.min()} at document {array.argmin()}")
+        raise ValueError(must("lengths", "be at least 1", f"{array.min()} at document {array.argmin()}"))
     if array.max() > max_tokens:
-        raise ValueError(
-            f"lengths must be at most data.max_tokens={max_tokens}; got {array.max()} at document {array.argmax()}"
-        )
+        got = f"{array.max()} at document {array.argmax()}"
+        raise ValueError(must("lengths", f"be at most data.max_tokens={max_tokens}", got))
     return array.astype(np.int64, copy=False)
 
 

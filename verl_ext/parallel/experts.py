@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from verl_ext.options import must
 from verl_ext.parallel.exchange import exchange_rows
 
 KEY = "parallel.expert_parallel"
@@ -114,7 +115,7 @@ def _require_met(part: Any, *_: Any) -> None:
     """Refuse a layer with a replaced forward, which would index its own experts by the numbers of all."""
     share = part.expert_share
     if not share.is_met:
-        raise ValueError(f"{KEY} must be 1 for a {type(part).__name__} whose forward is replaced; got {share.ranks}")
+        raise ValueError(must(KEY, f"be 1 for a {type(part).__name__} whose forward is replaced", share.ranks))
 
 
 def adapt_shares(module: nn.Module) -> None:

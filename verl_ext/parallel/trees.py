@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from verl_ext.options import must
 from verl_ext.parallel.shards import DocumentLayout, pinned
 
 _SUMMED_BYTES = 1 << 26  # of gradients in fp32 at a time
@@ -43,10 +44,9 @@ def read_documents(position_ids: NDArray[np.integer]) -> PackDocuments:
     before = np.append(0, (begins + lengths)[:-1])
     if (wrong := (begins < 0) | (begins > np.maximum(before - 1, 0))).any():
         at = int(wrong.argmax())
-        raise ValueError(
-            "position_ids must restart at 0, or inside of the document before with data.share_prefixes=true; got "
-            f"{begins[at]} after a document of {before[at]} tokens"
-        )
+        needed = "restart at 0, or inside of the document before with data.share_prefixes=true"
+        got = f"{begins[at]} after a document of {before[at]} tokens"
+        raise ValueError(must("position_ids", needed, got))
     return PackDocuments(lengths, begins)
 
 
@@ -181,7 +181,7 @@ class TreeLayout(DocumentLayout):
 
     def in_chunks(self, size: int) -> DocumentLayout:
         """Refuse: chunks are counted from a text's first token, which another document holds."""
-        raise ValueError(f"data.share_prefixes must be false for attention in chunks of {size} tokens; got true")
+        raise ValueError(must("data.share_prefixes", f"be false for attention in chunks of {size} tokens", True))
 
     def padded(self, pad: int) -> "DocumentLayout":
         """Append ``pad`` tokens as one pseudo-document."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import UsageError, one_line
+from verl_ext.options import UsageError, must, one_line
 from verl_ext.text.chat.jinja_template import prints_date
 from verl_ext.text.chat.learnt import closes_again
 from verl_ext.text.chat.options import ChatOptions
@@ -259,8 +259,8 @@ class ChatEncoder(Encoder):
         """Return the texts of a preference's answers, one of each. Raises `BadRecord`."""
         found = [self._texts(answer) for answer in preference.answers]
         if any(len(texts) > 1 for texts in found):
-            needed = "turns must be all or last for answers of several assistant turns, which are one document"
-            raise BadRecord("several_turns", f"{needed}; got {self.options.turns}")
+            needed = "be all or last for answers of several assistant turns, which are one document"
+            raise BadRecord("several_turns", must("turns", needed, self.options.turns))
         return _Item(*of_record, [texts[0] for texts in found], weight, preference)
 
     def _texts(self, content: Chat | PlainText) -> Sequence[Text]:
@@ -329,8 +329,8 @@ class ChatEncoder(Encoder):
             raise encoded
         ids, weights, chat = encoded.ids, None, text if isinstance(text, RenderedTurns) else None
         if chat is None and (eos := self.tokenizer.eos_token_id) is None:
-            name = self.options.model.tokenizer
-            raise UsageError(f"the tokenizer of {name} must have an eos_token for text records")
+            model, needed = self.options.model, "hold a tokenizer with an eos_token for text records"
+            raise UsageError(must(model.tokenizer_key, needed, model.tokenizer))
         if chat is None and not (len(ids) and ids[-1] == eos):
             ids = np.append(ids, np.int32(eos))
         self.check_length(len(ids))

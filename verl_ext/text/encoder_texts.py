@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import UsageError, option
+from verl_ext.options import UsageError, must, option
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.bad_record import BadRecord, RecordOptions, check_characters, readable_value
 from verl_ext.text.read.readers import Chunk, TextFile, read_record
@@ -34,7 +34,7 @@ class RecordTextOptions(RecordOptions):
         """Yield a line for a `text_key` that names no field."""
         keys = self.text_keys
         if not isinstance(keys, (list, tuple)) or not keys or not all(isinstance(name, str) and name for name in keys):
-            yield f"{self.key('text_key')} must name a field of a record, or several; got {self.text_key!r}"
+            yield must(self.key("text_key"), "name a field of a record, or several", self.text_key)
 
     @property
     def text_keys(self) -> list[str]:
@@ -94,7 +94,7 @@ class TextRecordEncoder(Encoder):
         token = getattr(self.tokenizer, f"{name}_token_id")
         if token is None:
             key = self.options.key(f"add_{name}")
-            raise UsageError(f"{key} must be false for a tokenizer that has no {name}_token; got true")
+            raise UsageError(must(key, f"be false for a tokenizer that has no {name}_token", True))
         return [token]
 
     @cached_property
@@ -128,10 +128,10 @@ class TextRecordEncoder(Encoder):
                 value = readable_value(record.get(key))
                 if value is None:
                     found = ", ".join(str(name) for name, value in record.items() if value is not None) or "none"
-                    needed = f"{self.options.key('text_key')} must name a field of the record"
-                    raise BadRecord("no_text", f"{needed}; got {key}, its fields are {found}")
+                    got = f"{key}, its fields are {found}"
+                    raise BadRecord("no_text", must(self.options.key("text_key"), "name a field of the record", got))
                 if not isinstance(value, str):
-                    raise BadRecord("non_string_text", f"{key} must be a string; got {type(value).__name__}")
+                    raise BadRecord("non_string_text", must(key, "be a string", type(value).__name__))
                 texts.append(value)
             return _checked("\n".join(texts))
         except BadRecord as bad:
@@ -145,7 +145,7 @@ class TextRecordEncoder(Encoder):
         ids = np.concatenate([np.array(self.first, np.int32), encoded.ids, np.array(self.last, np.int32)])
         if not 0 <= ids.min() <= ids.max() < self.vocabulary:
             wrong = ids[(ids < 0) | (ids >= self.vocabulary)][0]
-            raise UsageError(f"the tokenizer must give tokens of its vocabulary, 0..{self.vocabulary - 1}; got {wrong}")
+            raise UsageError(must("the tokenizer", f"give tokens of its vocabulary, 0..{self.vocabulary - 1}", wrong))
         kept = without_middle(ids, self.most_tokens or len(ids), last=len(self.last))
         mask = np.ones(len(kept), np.int8)
         mask[0] = 0

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.options import DataError, UsageError
+from verl_ext.options import DataError, UsageError, must
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.held_out import hashed_key
@@ -38,8 +38,8 @@ def has_tokens(files: Iterable[SourceFile]) -> bool:
                 is_tokens = read_record(next(first, None)).keys() >= set(REQUIRED)
         found.setdefault(is_tokens, file.path)
     if len(found) == 2:
-        needed = f"sources must all hold tokenized records ({', '.join(REQUIRED)}), or none"
-        raise UsageError(f"{needed}; got some in {found[True]} and others in {found[False]}")
+        needed = f"all hold tokenized records ({', '.join(REQUIRED)}), or none"
+        raise UsageError(must("sources", needed, f"some in {found[True]} and others in {found[False]}"))
     return True in found
 
 
@@ -52,8 +52,8 @@ class TokenRecordEncoder(Encoder):
     def open(self) -> None:
         """Load the tokenizer. Raises `UsageError` for options that records cannot meet."""
         if self.options.category_field:
-            got = f"got {self.options.category_field}"
-            raise UsageError(f"category_field must be null for tokenized records, which have category_ids; {got}")
+            needed = "be null for tokenized records, which have category_ids"
+            raise UsageError(must("category_field", needed, self.options.category_field))
         super().open()
 
     def fingerprint(self) -> str:
@@ -74,7 +74,7 @@ class TokenRecordEncoder(Encoder):
         mask = _numbers(record, "loss_mask", 1, len(ids)).astype(np.int8)
         categories = _numbers(record, "category_ids", np.iinfo(np.int32).max, len(ids))
         if (length := readable_value(record.get("length"))) not in (None, len(ids)):
-            raise BadRecord("bad_tokens", f"length must be the number of input_ids, {len(ids)}; got {length!r}")
+            raise BadRecord("bad_tokens", must("length", f"be the number of input_ids, {len(ids)}", repr(length)))
         weights = readable_value(record.get("loss_weight"))
         if weights is not None:
             weights = np.asarray(weights) if isinstance(weights, list) and len(weights) == len(ids) else np.array("")
@@ -86,8 +86,8 @@ class TokenRecordEncoder(Encoder):
         # A unit that lost one of its rows would be broken, and an answer alone no document to learn.
         unit, answer = (readable_value(record.get(name)) for name in ("unit", "answer"))
         if type(unit) is int and type(answer) is int and answer:
-            needed = "answer must be 0: tokenized preferences must be made again from their records"
-            raise BadRecord("preference", f"{needed}; got {answer}")
+            needed = "be 0: tokenized preferences must be made again from their records"
+            raise BadRecord("preference", must("answer", needed, answer))
         mask[:1] = 0
         self.check_length(len(ids))
         if not mask.any():
@@ -98,11 +98,11 @@ class TokenRecordEncoder(Encoder):
 def _numbers(record: dict[str, Any], name: str, most: int, count: int | None = None) -> NDArray[np.int32]:
     """Return a field's `count` whole numbers 0..most. Raises `BadRecord`."""
     values = readable_value(record.get(name))
-    needed = f"{name} must be a list of {'' if count is None else f'{count} '}whole numbers of 0 to {most}"
+    needed = f"be a list of {'' if count is None else f'{count} '}whole numbers of 0 to {most}"
     if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
-        raise BadRecord("bad_tokens", f"{needed}; got {type(values).__name__ if values else repr(values)}")
+        raise BadRecord("bad_tokens", must(name, needed, type(values).__name__ if values else values))
     if count is not None and len(values) != count:
-        raise BadRecord("bad_tokens", f"{needed}, one for each of input_ids; got {len(values)}")
+        raise BadRecord("bad_tokens", must(name, f"{needed}, one for each of input_ids", len(values)))
     if wrong := [value for value in (min(values), max(values)) if not 0 <= value <= most]:
-        raise BadRecord("bad_tokens", f"{needed}; got {wrong[0]}")
+        raise BadRecord("bad_tokens", must(name, needed, wrong[0]))
     return np.array(values, np.int32)

@@ -24,7 +24,7 @@ from verl_ext.cache import cached_folder, fingerprint
 from verl_ext.environment import differences, versions
 from verl_ext.files import file_state
 from verl_ext.launch.ray_cluster import ray_cluster
-from verl_ext.options import DataError
+from verl_ext.options import DataError, must
 from verl_ext.progress import Progress
 from verl_ext.text.encoder import NO_KEY, Encoder
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_files
@@ -166,8 +166,8 @@ def _same_encoder(encoder: EncoderT, fingerprint: str, driver_versions: Mapping[
         raise DataError("; ".join(lines))
     if encoder.fingerprint() != fingerprint:
         model = encoder.options.model
-        got = f"got {model.tokenizer}, which is another on {gethostname()} than on {driver}"
-        raise DataError(f"{model.tokenizer_key} must be the same tokenizer and template on every node; {got}")
+        got = f"{model.tokenizer}, which is another on {gethostname()} than on {driver}"
+        raise DataError(must(model.tokenizer_key, "be the same tokenizer and template on every node", got))
     return _opened(encoder)
 
 

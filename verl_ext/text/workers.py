@@ -17,7 +17,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, TypeVar
 
-from verl_ext.options import DataError, UsageError
+from verl_ext.options import DataError, UsageError, must
 
 JOBS_PER_WORKER = 4  # in flight: enough that no worker waits for the slowest one, few enough to bound memory
 TRIES = 4  # attempts at a job on Ray whose worker or node dies
@@ -147,7 +147,7 @@ def ray_results(
     except ray.exceptions.RayTaskError as error:
         last = str(error).strip().rpartition("\n")[2]
         if last.startswith(("ModuleNotFoundError", "ImportError")):
-            raise DataError(f"every node of the Ray cluster must have the same packages; got {last}") from error
+            raise DataError(must("every node of the Ray cluster", "have the same packages", last)) from error
         raise
     except ray.exceptions.RayError as error:
         raise DataError(

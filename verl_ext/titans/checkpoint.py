@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from verl_ext.files import atomic_write
+from verl_ext.options import must
 
 _KEYS = {"memory_state_dict", "global_step"}
 
@@ -31,11 +32,11 @@ def save_memory_checkpoint(path: str | Path, memory_state_dict: Mapping[str, tor
 def read_memory_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU; raise ValueError for another file."""
     if not Path(path).is_file():
-        raise ValueError(f"a memory checkpoint must be a file; got {path}")
+        raise ValueError(must("a memory checkpoint", "be a file", path))
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler can raise any exception
-        raise ValueError(f"a memory checkpoint must be a file of torch.save, whole; got {path}") from error
+        raise ValueError(must("a memory checkpoint", "be a file of torch.save, whole", path)) from error
     if not isinstance(content, dict) or set(content) != _KEYS:
         keys = ", ".join(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
         raise ValueError(f"a memory checkpoint must hold memory_state_dict and global_step; {path} holds {keys}")

@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.auto import CONFIG_MAPPING
 
 from verl_ext.attention.rope import same_frequencies_up_to
-from verl_ext.options import Options, option, options_of, unknown
+from verl_ext.options import Options, must, option, options_of, unknown
 
 BASE_TYPES = (Qwen2Config.model_type, Qwen3Config.model_type)
 
@@ -39,10 +39,8 @@ class MemoryOptions(Options):
     def problems(self) -> Iterable[str | None]:
         """Yield a problem if sub-chunks do not divide a chunk."""
         if self.chunk_size % self.sub_chunk:
-            yield (
-                f"model.memory.chunk_size must be a multiple of model.memory.sub_chunk ({self.sub_chunk}); "
-                f"got {self.chunk_size}"
-            )
+            needed = f"be a multiple of model.memory.sub_chunk ({self.sub_chunk})"
+            yield must("model.memory.chunk_size", needed, self.chunk_size)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], num_layers: int) -> "MemoryOptions":
@@ -60,7 +58,7 @@ def settings_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError if they are of memory tokens, which earlier versions had.
     """
     if (kind := values.get("kind", "titans")) != "titans":
-        raise ValueError(f"model.memory.kind must be titans, as memory tokens are only in earlier versions; got {kind}")
+        raise ValueError(must("model.memory.kind", "be titans, as memory tokens are only in earlier versions", kind))
     return {name: value for name, value in values.items() if name not in ("kind", "tokens")}
 
 
@@ -75,15 +73,13 @@ def _resolved_layers(layers: Any, num_layers: int) -> tuple[int, ...]:
         return tuple(first + index * (num_layers - first) // count for index in range(count))
     wrong = isinstance(layers, str | bytes) or not hasattr(layers, "__iter__")
     if wrong or any(isinstance(layer, bool) or not isinstance(layer, int) for layer in layers):
-        raise ValueError(f"model.memory.layers must be a list of layer indices or null; got {layers!r}")
+        raise ValueError(must("model.memory.layers", "be a list of layer indices or null", repr(layers)))
     chosen = tuple(sorted(layers))
     if len(set(chosen)) < len(chosen):
-        raise ValueError(f"model.memory.layers must name each layer once; got {list(layers)}")
+        raise ValueError(must("model.memory.layers", "name each layer once", list(layers)))
     if any(not 0 <= layer < num_layers for layer in chosen):
-        raise ValueError(
-            f"model.memory.layers must lie in 0..{num_layers - 1} for a base model of {num_layers} layers; "
-            f"got {list(layers)}"
-        )
+        needed = f"lie in 0..{num_layers - 1} for a base model of {num_layers} layers"
+        raise ValueError(must("model.memory.layers", needed, list(layers)))
     return chosen
 
 
@@ -157,7 +153,7 @@ def _base_config(value: Any) -> PreTrainedConfig:
         return Qwen3Config()
     model_type = value.get("model_type") if isinstance(value, Mapping) else getattr(value, "model_type", None)
     if model_type not in BASE_TYPES:
-        raise ValueError(f"model.path must hold a {' or '.join(BASE_TYPES)} model for model.memory; got {model_type}")
+        raise ValueError(must("model.path", f"hold a {' or '.join(BASE_TYPES)} model for model.memory", model_type))
     return CONFIG_MAPPING[model_type](**value) if isinstance(value, Mapping) else copy.deepcopy(value)
 
 

@@ -13,7 +13,7 @@ from verl_ext.config.keys import Key, keys
 from verl_ext.config.model import ModelFacts, PackedModel, set_attention
 from verl_ext.config.model_override import ATTENTION, OVERRIDE
 from verl_ext.config.upstream import fixed_value_problems
-from verl_ext.options import Options, choice_problem, option, plain, refuse, spell
+from verl_ext.options import Options, choice_problem, must, option, plain, refuse, spell
 from verl_ext.titans import (
     MemoryOptions,
     QwenTitansConfig,
@@ -64,10 +64,9 @@ class QwenTitansModel(PackedModel):
         if asked in (None, chosen):
             set_attention(config, chosen)
         elif backend != "auto" or asked not in _CHUNK_ATTENTION.values():
-            raise ValueError(
-                f"{key} must be {' or '.join(dict.fromkeys(_CHUNK_ATTENTION.values()))} with model=qwen_titans, as "
-                f"attention.backend={backend} has it; got {asked}"
-            )
+            kernels = " or ".join(dict.fromkeys(_CHUNK_ATTENTION.values()))
+            needed = f"be {kernels} with model=qwen_titans, as attention.backend={backend} has it"
+            raise ValueError(must(key, needed, asked))
         return []
 
     @classmethod
@@ -85,14 +84,14 @@ class QwenTitansModel(PackedModel):
         tokens, chunk = config.max_tokens, titans.chunk_size
         if tokens % chunk:
             up = -(-tokens // chunk) * chunk
-            problems.append(
-                "data.max_tokens (data.max_length of data=babilong) must be a multiple of model.memory.chunk_size="
-                f"{chunk}; got {tokens} (nearest above: {up})"
+            key, needed = (
+                "data.max_tokens (data.max_length of data=babilong)",
+                "be a multiple of model.memory.chunk_size",
             )
+            problems.append(must(key, f"{needed}={chunk}", f"{tokens} (nearest above: {up})"))
         if config.model_options.train == "memory" and not titans.memory_options.layers:
-            problems.append(
-                "model.memory.layers must name a layer with model.train=memory, which trains nothing else; got []"
-            )
+            needed = "name a layer with model.train=memory, which trains nothing else"
+            problems.append(must("model.memory.layers", needed, []))
         refuse([*problems, *_memory_problems(config.model_options.memory_checkpoint, titans)])
         with torch.device("meta"):
             module = QwenTitansForCausalLM(titans)
@@ -103,7 +102,7 @@ class QwenTitansModel(PackedModel):
     def answer_problems(cls, config: "RunConfig", hf_config: Any) -> Iterable[str | None]:
         """Refuse sampling, because a model with memory generates the most likely tokens."""
         if config.eval.temperature:
-            yield f"eval.temperature must be 0 with model=qwen_titans; got {config.eval.temperature}"
+            yield must("eval.temperature", "be 0 with model=qwen_titans", config.eval.temperature)
 
     @classmethod
     def identity(cls, hf_config: Any, facts: dict[str, Any]) -> dict[str, Any]:
@@ -160,10 +159,10 @@ def _memory_problems(path: str | None, titans: QwenTitansConfig) -> list[str]:
         except ValueError:
             trained = None
         if not isinstance(trained, dict):
-            return [f"model.memory_checkpoint: the settings beside it must be a JSON object; got {settings}"]
+            return [must("model.memory_checkpoint: the settings beside it", "be a JSON object", settings)]
+        beside = f"with model.memory_checkpoint={path}"
         differing = [
-            f"model.memory.{name} must be {spell(value)}, as in {settings}, with model.memory_checkpoint={path}; got "
-            f"{spell(memory.get(name))}"
+            must(f"model.memory.{name}", f"be {spell(value)}, as in {settings}, {beside}", memory.get(name))
             for name, value in settings_of_today(trained).items()
             if memory.get(name) != value
         ]

@@ -21,6 +21,7 @@ from transformers import GenerationMixin, PreTrainedModel, Qwen2Config, Qwen2Mod
 from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 from transformers.utils import ModelOutput, can_return_tuple
 
+from verl_ext.options import must
 from verl_ext.titans.configuration import QwenTitansConfig
 from verl_ext.titans.memory import LongTermMemory, MemoryLayer
 from verl_ext.titans.stream import ChunkKeys, ChunkPart, StreamCache
@@ -204,7 +205,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
         given = cache or past_key_values
         cached = use_cache or given is not None
         if cached and self.training and self.is_gradient_checkpointing:
-            raise ValueError("use_cache must be False while gradient checkpointing recomputes layers; got a cache")
+            raise ValueError(must("use_cache", "be False while gradient checkpointing recomputes layers", "a cache"))
         cache = given or StreamCache(self.memory)
         # Chunks without a cache need no places of rows: all of them begin and end together.
         read = self._read_with_cache if cached else self._read_chunks
@@ -223,9 +224,8 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> torch.Tensor:
         """Return the last layer's output ``[B, n, d]`` at kept columns, unnormed."""
         if attention_mask is not None and (attention_mask[:, 1:] > attention_mask[:, :-1]).any():
-            raise ValueError(
-                "attention_mask must have padding on the right alone without a cache; got some before text"
-            )
+            needed = "have padding on the right alone without a cache"
+            raise ValueError(must("attention_mask", needed, "some before text"))
         size = self.options.chunk_size
         chunks = input_ids.split(size, dim=1)
         masks = [None] * len(chunks) if attention_mask is None else attention_mask.bool().split(size, dim=1)
@@ -272,7 +272,7 @@ class QwenTitansForCausalLM(PreTrainedModel, GenerationMixin):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Enable gradient checkpointing. Raises ValueError for the re-entrant form."""
         if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError("gradient_checkpointing_kwargs.use_reentrant must be False with model.memory; got True")
+            raise ValueError(must("gradient_checkpointing_kwargs.use_reentrant", "be False with model.memory", "True"))
         super().gradient_checkpointing_enable({**(gradient_checkpointing_kwargs or {}), "use_reentrant": False})
 
     @classmethod

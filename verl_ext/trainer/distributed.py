@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl_ext.data.tokenized.ranks import Ranks
 from verl_ext.launch.protocol import USER_ERROR, Ending
-from verl_ext.options import first_line
+from verl_ext.options import first_line, must
 from verl_ext.redaction import redacted_text
 
 Answer = TypeVar("Answer")
@@ -74,7 +74,7 @@ def process_group() -> Iterator[None]:
     # A rank without a GPU of its own would fail later, while the others wait for it.
     gpus, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if accelerator() == "cuda" and ranks > gpus:
-        print(f"error: ranks (nproc) must be at most the node's GPUs, {gpus}; got {ranks}", file=sys.stderr)
+        print("error:", must("ranks (nproc)", f"be at most the node's GPUs, {gpus}", ranks), file=sys.stderr)
         raise SystemExit(USER_ERROR)
     with failures_reported():
         if accelerator() is None:
@@ -265,11 +265,8 @@ def _default_to_one_rank() -> None:
     if missing := [name for name in _TORCHRUN_SETS if name not in os.environ]:
         ranks = os.environ.get("WORLD_SIZE", "1")
         if ranks != "1":
-            print(
-                f"error: ranks must be started by torchrun (launch/node.sh); got WORLD_SIZE={ranks} without "
-                f"{', '.join(missing)}",
-                file=sys.stderr,
-            )
+            got = f"WORLD_SIZE={ranks} without {', '.join(missing)}"
+            print("error:", must("ranks", "be started by torchrun (launch/node.sh)", got), file=sys.stderr)
             raise SystemExit(USER_ERROR)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -23,7 +23,7 @@ from verl_ext.data.tokenized.reports import TrainedChats, tokens_added
 from verl_ext.engines.cost import balancing_cost
 from verl_ext.engines.schedule import schedule_problems
 from verl_ext.metrics import RESERVED
-from verl_ext.options import first_line, refuse, spell
+from verl_ext.options import first_line, must, refuse, spell
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.text.tokens.new_tokens import KEYS, add_tokens
 from verl_ext.trainer.distributed import RunRanks, print_on_rank0, user_errors_end_the_run
@@ -139,8 +139,8 @@ def _check_data(config: RunConfig, model: ModelFacts, dataset: PackDataset) -> N
     if (path := config.reference.path) is not None:
         reference = read_hf_config(path, bool(config.model_options.trust_remote_code), "reference.path")
         highest, size = facts.token_range[1], reference.get_text_config().vocab_size
-        must = f"reference.path must have a vocabulary with the token ids of {dataset.key}, up to {highest}"
-        refuse([f"{must}; got one of {size} in {path}"] if highest >= size else [])
+        needed = f"have a vocabulary with the token ids of {dataset.key}, up to {highest}"
+        refuse([must("reference.path", needed, f"one of {size} in {path}")] if highest >= size else [])
         refuse(weight_problems(path, "reference.path") if os.path.isdir(path) else [])
     if model.kind.needs_positions:
         check_positions(facts.longest_document, dataset.max_tokens, model.hf_config)
@@ -196,10 +196,9 @@ def open_prompts(config: RunConfig, hf_config: Any, folders: Sequence[str]) -> P
     prompts = Prompts.read(options, _tokenizer(config.model_options), folders)
     positions = model_positions(hf_config) if model_kind(config.values).needs_positions else None
     if positions is not None and prompts.longest + options.max_new_tokens > positions:
-        raise ValueError(
-            f"eval.max_new_tokens must be at most {positions - prompts.longest}, what the longest prompt of "
-            f"eval.prompts leaves of the model's {positions} positions; got {options.max_new_tokens}"
-        )
+        rest = f"what the longest prompt of eval.prompts leaves of the model's {positions} positions"
+        needed = f"be at most {positions - prompts.longest}, {rest}"
+        raise ValueError(must("eval.max_new_tokens", needed, options.max_new_tokens))
     return prompts
 
 
@@ -212,8 +211,9 @@ def new_token_problem(config: RunConfig, dataset: PackDataset) -> str | None:
     vocabulary = _tokenizer(model).get_vocab() if compared else {}
     for folder, made in compared:
         if any(vocabulary.get(token) != number for token, number in made.items()) or {*given} - {*made}:
-            must = f"{' and '.join(KEYS)} must be those that {dataset.key} was tokenized with, {spell([*made])}"
-            return f"{must}; got {spell(given)} for {folder}: verl-ext tokenize with these makes it again"
+            needed = f"be those that {dataset.key} was tokenized with, {spell([*made])}"
+            got = f"{spell(given)} for {folder}: verl-ext tokenize with these makes it again"
+            return must(" and ".join(KEYS), needed, got)
     return None
 
 
@@ -244,7 +244,7 @@ def _tokenizer(model: Any) -> Any:
     try:
         tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # files of no tokenizer, or of one of a later version, fail in many ways
-        raise ValueError(f"{key} must hold a tokenizer; got {path} ({first_line(error)})") from None
+        raise ValueError(must(key, "hold a tokenizer", f"{path} ({first_line(error)})")) from None
     check_tokenizer(tokenizer, path, key)
     check_round_trip(tokenizer, path, key)
     add_tokens(tokenizer, model.new_tokens, model.new_special_tokens, path)

@@ -18,6 +18,7 @@ from verl_ext.losses import (
     pack_coefficients,
 )
 from verl_ext.metrics import PREFERENCE_VALUES, TARGET_SUMS, Measures, StepSums
+from verl_ext.options import must
 from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.loss import ProbabilityLoss, StepLoss
 from verl_ext.trainer.preference import NOTHING, PreferenceLoss, preference_columns
@@ -119,13 +120,14 @@ class PreferenceObjective(Objective):
         takes = self.options.of_mode.takes_labels
         if alone and not takes:
             modes = ", ".join(name for name, mode in PREFERENCE_MODES.items() if mode.takes_labels)
-            got = f"got {self.options.mode}, and {alone:,} in {dataset.key}"
-            return f"loss.mode must be one of {modes} for answers with a label alone; {got}"
+            got = f"{self.options.mode}, and {alone:,} in {dataset.key}"
+            return must("loss.mode", f"be one of {modes} for answers with a label alone", got)
         if not pairs and not (alone and takes):
-            return f"{dataset.key} must have pairs in its packs with loss.mode={self.options.mode}; got none"
+            return must(dataset.key, f"have pairs in its packs with loss.mode={self.options.mode}", "none")
         if self.mismatched and not dataset.packs_of_several:
-            must = f"data.max_tokens must hold the answers to two prompts of {dataset.key} with loss.mode=kto, whose"
-            return f"{must} baseline is that of each answer after another prompt; got {dataset.max_tokens}"
+            why = "whose baseline is that of each answer after another prompt"
+            needed = f"hold the answers to two prompts of {dataset.key} with loss.mode=kto, {why}"
+            return must("data.max_tokens", needed, dataset.max_tokens)
         return None
 
     @override

@@ -22,7 +22,7 @@ from verl_ext.checkpoint.layout import Checkpoint, refuse_locked
 from verl_ext.config.check import check_run, check_weight_files, read_hf_config
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine
-from verl_ext.config.weights import digest_of_weights, revision
+from verl_ext.config.weights import TENSORS, digest_of_weights, revision
 from verl_ext.data.packs.dataset import CONTENT
 from verl_ext.engines.activations import check_host_memory
 from verl_ext.engines.schedule import keeps_rates
@@ -149,7 +149,8 @@ def _weights(opened: Opened) -> tuple[str | None, str | None]:
     if path is not None:
         reference = digest_of_weights(path, "reference.path")
     elif adapter := config.model_options.lora_adapter_path:  # the reference is the model with this adapter
-        reference = f"{base} {folder_digest(adapter)}"
+        files, mark, tensors = str(base).partition(TENSORS)
+        reference = f"{files} {folder_digest(adapter)}{mark}{tensors}"
     return base, reference
 
 

@@ -21,7 +21,7 @@ from verl_ext.config.run_file import trainer_words
 from verl_ext.config.schema import CONF
 from verl_ext.data.packs.sft_options import SFTOptions
 from verl_ext.launch.protocol import READY, Launcher
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 from verl_ext.redaction import redacted
 from verl_ext.trainer.distributed import accelerator, failures_reported, print_on_rank0, user_errors_end_the_run
 from verl_ext.trainer.setup import this_machine
@@ -69,7 +69,7 @@ def check_without_data(words: Sequence[str], ranks: int, keys: Iterable[str], ca
     Raises ValueError as :func:`check_before_data`, and UsageError beside flags, which only Hydra's own program reads.
     """
     if flags := [word for word in words if word.startswith("-")]:
-        raise UsageError(f"dry_run must be false beside flags of Hydra; got {flags[0]}")
+        raise UsageError(must("dry_run", "be false beside flags of Hydra", flags[0]))
     found = accelerator()
     name = torch.cuda.get_device_name() if found == "cuda" else None
     config = check_before_data(words, Machine(ranks, found, gpu_capability(), name), keys, categories)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from verl_ext.data import CategoryTable
+from verl_ext.options import must
 from verl_ext.packing.plan import offsets_of
 from verl_ext.parallel.trees import PackDocuments, read_documents
 
@@ -42,10 +43,8 @@ class PackTexts:
         columns = {key: value.numpy() for key, value in pack.items()}
         mask, documents = columns.get("attention_mask"), read_documents(columns["position_ids"])
         if not shares_prefixes and documents.begins.any():
-            raise ValueError(
-                "data.custom_cls.name must give packs whose position_ids restart at 0 in every document, unless its "
-                f"facts() have `shared`; got {documents.begins[documents.begins > 0][0]}"
-            )
+            needed = "give packs whose position_ids restart at 0 in every document, unless its facts() have `shared`"
+            raise ValueError(must("data.custom_cls.name", needed, documents.begins[documents.begins > 0][0]))
         padding = 0 if mask is None else len(mask) - int(mask.sum())
         offsets = offsets_of(documents.lengths + documents.begins)
         real = int((offsets[:-1] < offsets[-1] - padding).sum())

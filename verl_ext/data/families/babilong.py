@@ -28,7 +28,7 @@ from verl_ext.data.families.babilong_answers import is_right_answer
 from verl_ext.data.families.texts import TextSet, TextSetOptions
 from verl_ext.data.packs.options import DatasetOptions
 from verl_ext.data.packs.sft_options import SFTOptions
-from verl_ext.options import DataError, Options, UsageError, option, plain
+from verl_ext.options import DataError, Options, UsageError, must, option, plain
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
 from verl_ext.text.encoder import Encoder
@@ -64,7 +64,7 @@ class SampleOptions(Options):
     def problems(self) -> Iterable[str | None]:
         length, reserve = self.max_length, self.answer_reserve_tokens
         if length <= reserve:
-            yield f"data.max_length must be above data.answer_reserve_tokens={reserve}; got {length}"
+            yield must("data.max_length", f"be above data.answer_reserve_tokens={reserve}", length)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class BABILongOptions(TextSetOptions, SampleOptions):
     def problems(self) -> Iterable[str | None]:
         yield from super().problems()
         if self.max_tokens not in (None, self.max_length):
-            yield f"data.max_tokens must be data.max_length={self.max_length} for BABILong; got {self.max_tokens}"
+            yield must("data.max_tokens", f"be data.max_length={self.max_length} for BABILong", self.max_tokens)
 
     @property
     @override
@@ -167,7 +167,7 @@ class BABILongEncoder(Encoder):
                 if name not in record:
                     raise BadRecord("no_text", f"the record has no {name}")
                 if not isinstance(record[name], str):
-                    raise BadRecord("non_string_text", f"{name} must be a text; got {json.dumps(record[name])[:80]}")
+                    raise BadRecord("non_string_text", must(name, "be a text", json.dumps(record[name])[:80]))
                 check_characters(record[name])
                 # A slow tokenizer would take the names of special tokens for the tokens themselves.
                 if not getattr(self.tokenizer, "is_fast", False) and (named := self._special.found(record[name])):
@@ -207,31 +207,28 @@ class BABILongEncoder(Encoder):
 
     def _checked_answer(self, tokens: list[int], target: str, place: str) -> list[int]:
         if not tokens or not target.strip():
-            raise BadRecord("empty", f"target must be an answer; got {target!r}")
+            raise BadRecord("empty", must("target", "be an answer", repr(target)))
         end = [self.tokenizer.eos_token_id] * self.options.append_eos
         answer, reserve = [*tokens, *end], self.options.answer_reserve_tokens
         if len(answer) > reserve:
             got = f"{reserve}, but {place} has an answer of {len(answer)} tokens{', EOS included' * len(end)}"
-            raise UsageError(f"data.answer_reserve_tokens must hold every answer; got {got}")
+            raise UsageError(must("data.answer_reserve_tokens", "hold every answer", got))
         return answer
 
     def _last_tokens(self, size: int, encoding: Any, record: dict[str, Any], place: str) -> int:
         """Return how many of `size` tokens `truncate` keeps at the end."""
         if encoding is None:
-            limit, kind = self.prompt_tokens, type(self.tokenizer).__name__
-            raise UsageError(
-                f"prompts over {limit} tokens need a fast tokenizer (tokenizer.is_fast) to be cut; got {kind}, and "
-                f"{place} has {size}"
-            )
+            needed = f"hold a fast tokenizer, by which prompts over {self.prompt_tokens} tokens are cut"
+            raise UsageError(must("model.path", needed, f"{type(self.tokenizer).__name__}, and {place} has {size}"))
         special = encoding.special_tokens_mask
         leading, keep_from = special.index(0), size - special[::-1].index(0)
         if self.options.truncate == "context":
             keep_from = self._question_begins(encoding, record, leading, keep_from)
         if self.prompt_tokens - (size - keep_from) < leading:
             reserve = self.options.answer_reserve_tokens
+            got = f"{self.options.max_length}, but {place} needs at least {leading + size - keep_from + reserve}"
             raise UsageError(
-                f"data.max_length must hold the question and data.answer_reserve_tokens={reserve}; got "
-                f"{self.options.max_length}, but {place} needs at least {leading + size - keep_from + reserve}"
+                must("data.max_length", f"hold the question and data.answer_reserve_tokens={reserve}", got)
             )
         return size - keep_from
 
@@ -311,9 +308,10 @@ class BABILongDataset(TextSet):
         if max_length is not None:
             node["max_tokens"] = None
         elif node.get("max_length") is None:
-            raise ValueError("data.max_length must be given (tokens of a row); got nothing")
+            raise ValueError(must("data.max_length", "be given (tokens of a row)", "nothing"))
         if tokenizer is not None and tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer must have a pad_token or an eos_token to pad with; it has neither")
+            needed = "hold a tokenizer with a pad_token or an eos_token to pad with"
+            raise ValueError(must("model.path", needed, "one with neither"))
         super().__init__(path, tokenizer, max_length, config=node, **given)
 
     @property

@@ -23,6 +23,7 @@ from verl_ext.data.packs.packs import Packs
 from verl_ext.data.packs.sft_options import SFTOptions
 from verl_ext.data.tokenized.arrow import TokenizedData
 from verl_ext.data.tokenized.units import UnitRows
+from verl_ext.options import must
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class ChosenDataSet(PackedDataset):
         data, key, options = TokenizedData(paths, self.key, with_answers=True), self.key, self.options
         if data.units is None:
             needed = "the answers of preferences, as `verl-ext tokenize` writes them of chosen and rejected"
-            raise ValueError(f"{key} must hold {needed}; got documents alone in {', '.join(data.folders)}: data=packed")
+            raise ValueError(must(key, f"hold {needed}", f"documents alone in {', '.join(data.folders)}: data=packed"))
         self._units: UnitRows = data.units
         rows = np.flatnonzero(data.units.answer >= 0)
         if not len(rows):
-            raise ValueError(f"{key} must hold a preferred answer with data=chosen; got rejected ones alone")
+            raise ValueError(must(key, "hold a preferred answer with data=chosen", "rejected ones alone"))
         documents = DocumentRows(data, rows, most, options.given_names)
         return Packs(documents, grouped(documents, options), options)
 

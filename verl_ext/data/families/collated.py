@@ -27,7 +27,7 @@ from verl_ext.data.packs.options import DatasetOptions, named_paths
 from verl_ext.data.tokenized.categories import CategoryTable, FolderCategories
 from verl_ext.data.tokenized.files_in_use import DataFile
 from verl_ext.data.tokenized.ranks import ONE_RANK, Ranks, together
-from verl_ext.options import first_line, option, options_of, spell
+from verl_ext.options import first_line, must, option, options_of, spell
 from verl_ext.packing import TOKENS, CostModel, PackPlan
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.read.sources import absolute_path
@@ -50,10 +50,8 @@ class CollatedOptions(DatasetOptions):
         for name in ("strategy", "over_length", "pad_mode", "mixture"):
             default = options_of(CollatedOptions)[name].default
             if (value := getattr(self, name)) != default:
-                yield (
-                    f"data.{name} must be {spell(default)} for a class with a collate_fn, which makes the packs itself"
-                    f"; got {spell(value)}"
-                )
+                why = "for a class with a collate_fn, which makes the packs itself"
+                yield must(f"data.{name}", f"be {spell(default)} {why}", value)
 
 
 def is_collated(named: Any) -> bool:
@@ -118,9 +116,8 @@ class CollatedDataset(PackDataset):
             bound = signature.bind(**{name: given[name] for name in signature.parameters if name in given})
         except TypeError as error:
             needs = f"a class whose constructor takes some of {', '.join(given)}"
-            raise ValueError(
-                f"{_KEY} must name {needs}; got {custom['name']}{signature}: {first_line(error)}"
-            ) from error
+            got = f"{custom['name']}{signature}: {first_line(error)}"
+            raise ValueError(must(_KEY, f"name {needs}", got)) from error
         # A class that does not know verl's max_samples is cut here.
         self._own = own(*bound.args, **bound.kwargs)
         self.key, self.max_tokens = key, options.max_tokens
@@ -142,7 +139,7 @@ class CollatedDataset(PackDataset):
         if not row.keys() >= set(COLUMNS) or len(sizes) != 1:
             shapes = ", ".join(f"{name} of {len(values)}" for name, values in row.items()) or type(given).__name__
             needed = f"a collate_fn that gives {', '.join(COLUMNS)} of one shape [1, T]"
-            raise ValueError(f"{_KEY} must name a class with {needed}; got {shapes} for pack {pack}")
+            raise ValueError(must(_KEY, f"name a class with {needed}", f"{shapes} for pack {pack}"))
         tokens = sizes.pop()
         if (attended := row.pop("attention_mask", None)) is not None and attended.any():
             tokens = int(attended.nonzero()[-1]) + 1
@@ -150,9 +147,8 @@ class CollatedDataset(PackDataset):
         first = row["position_ids"] == 0
         if not first[0] or tokens > self.max_tokens:
             needed = f"packs of at most data.max_tokens={self.max_tokens} tokens, whose positions begin at 0"
-            raise ValueError(
-                f"{self.key} must have {needed}; got {tokens} from {int(row['position_ids'][0])} in pack {pack}"
-            )
+            got = f"{tokens} from {int(row['position_ids'][0])} in pack {pack}"
+            raise ValueError(must(self.key, f"have {needed}", got))
         mask = row["loss_mask"].long() * ~first
         category = row.get("category_ids", torch.zeros_like(mask)).long() * mask
         kept = {"input_ids": row["input_ids"].long(), "position_ids": row["position_ids"].long()}
@@ -181,7 +177,7 @@ class CollatedDataset(PackDataset):
         row = {name: values.numpy() for name, values in self[pack].items()}
         ids, starts = row["input_ids"], np.flatnonzero(row["position_ids"] == 0)
         if ((mask := row["loss_mask"]) < 0).any() or (mask > 1).any():
-            raise ValueError(f"{self.key} must have loss_mask 0 or 1; got {mask.min()}..{mask.max()} in pack {pack}")
+            raise ValueError(must(self.key, "have loss_mask 0 or 1", f"{mask.min()}..{mask.max()} in pack {pack}"))
         digest = xxhash.xxh3_128()
         for name in sorted(row):
             digest.update(name.encode() + np.ascontiguousarray(row[name]).tobytes())

@@ -32,7 +32,7 @@ from verl_ext.data.tokenized.arrow import DocumentColumns, fitting
 from verl_ext.data.tokenized.files_in_use import DataFile
 from verl_ext.data.tokenized.ranks import Ranks
 from verl_ext.data.tokenized.units import UnitRows
-from verl_ext.options import option
+from verl_ext.options import must, option
 from verl_ext.packing.plan import index_type
 
 _MEMBERS = ("lengths", "row", "categories")
@@ -52,7 +52,8 @@ class CustomDocumentOptions(SFTOptions):
     def problems(self) -> Iterable[str | None]:
         yield from super().problems()
         if self.category_names is not None:
-            yield "data.category_names must be null for a dataset class of one's own, whose `categories` has the names"
+            needed = "be null for a dataset class of one's own, whose `categories` has the names"
+            yield must("data.category_names", needed, self.category_names)
 
 
 class DocumentDataset(PackedDataset):
@@ -117,7 +118,7 @@ class DocumentDataset(PackedDataset):
         with ranks.guard():
             if unknown := set(self.scan().category_ids) - set(self.categories.ids):
                 table = ", ".join(map(str, self.categories.ids))
-                raise ValueError(f"{self.key} must have category_ids of the table ({table}); got {min(unknown)}")
+                raise ValueError(must(self.key, f"have category_ids of the table ({table})", min(unknown)))
 
     @property
     @override
@@ -145,10 +146,9 @@ class OwnDocuments:
         self.category_names = dict(zip(dataset.categories.ids, dataset.categories.names, strict=True))
         lengths = np.asarray(dataset.lengths)
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or not len(lengths) or lengths.min() < 0:
-            raise ValueError(
-                f"{key} must have lengths, one whole number of at least 0 for each document; got {lengths.dtype} of "
-                f"shape {lengths.shape}" + (f", the least {lengths.min()}" if lengths.size else "")
-            )
+            least = f", the least {lengths.min()}" if lengths.size else ""
+            got = f"{lengths.dtype} of shape {lengths.shape}{least}"
+            raise ValueError(must(key, "have lengths, one whole number of at least 0 for each document", got))
         self.lengths = lengths.astype(index_type(int(lengths.max())), copy=False)
         self.columns: tuple[str, ...] = ()
         self.columns = tuple(self._row(0))
@@ -182,16 +182,13 @@ class OwnDocuments:
         columns, tokens = self._dataset.row(document), int(self.lengths[document])
         wanted = self.columns or [name for name in _KINDS if name != "loss_weight" or name in columns]
         if columns.keys() != set(wanted):
-            raise ValueError(
-                f"{self.key} must have rows of {', '.join(wanted)}; got {', '.join(columns)} in row {document}"
-            )
+            got = f"{', '.join(columns)} in row {document}"
+            raise ValueError(must(self.key, f"have rows of {', '.join(wanted)}", got))
         row = {}
         for name, values in columns.items():
             array = np.asarray(values)
             if array.dtype.kind not in _KINDS[name] or array.shape not in ((), (tokens,)):
-                raise ValueError(
-                    f"{self.key} must have {name} of {tokens} numbers in row {document}, as lengths says, or one for "
-                    f"all; got {array.dtype} of shape {array.shape}"
-                )
+                needed = f"have {name} of {tokens} numbers in row {document}, as lengths says, or one for all"
+                raise ValueError(must(self.key, needed, f"{array.dtype} of shape {array.shape}"))
             row[name] = np.broadcast_to(array, tokens)
         return row

@@ -36,7 +36,7 @@ from verl_ext.data.packs.sft_options import SFTOptions
 from verl_ext.data.tokenized.arrow import TokenizedData
 from verl_ext.data.tokenized.reports import unused_fields
 from verl_ext.data.tokenized.units import OVER_LENGTH_OF_UNITS, UnitRows
-from verl_ext.options import option
+from verl_ext.options import must, option
 from verl_ext.packing import STRATEGIES
 
 
@@ -61,7 +61,7 @@ class PairOptions(SFTOptions):
     @override
     def problems(self) -> Iterable[str | None]:
         if self.pad_mode != "no_padding":
-            yield f"data.pad_mode must be no_padding with data=preference; got {self.pad_mode}"
+            yield must("data.pad_mode", "be no_padding with data=preference", self.pad_mode)
         yield from super().problems()
 
 
@@ -85,8 +85,8 @@ class PreferenceDataSet(PackedDataset):
             needed = "the answers of preferences, which `verl-ext tokenize` makes of chosen and rejected, or of kto_tag"
             labelled = "label" in unused_fields(data.folders)
             hint = "its records have a label, which columns={kto_tag: label} reads" if labelled else "loss=token"
-            got = f"got documents alone in {', '.join(data.folders)}"
-            raise ValueError(f"{self.key} must hold {needed}; {got}: {hint}")
+            got = f"documents alone in {', '.join(data.folders)}: {hint}"
+            raise ValueError(must(self.key, f"hold {needed}", got))
         self.units: UnitRows = data.units  # of all rows
         rows = None if most is None else int(self.units.starts[: most + 1][-1])
         documents = DocumentRows(data, most=rows, names=options.given_names)
@@ -133,7 +133,7 @@ class PreferenceDataSet(PackedDataset):
 
     @override
     def collate_fn(self, items: Sequence[Mapping[str, torch.Tensor] | int]) -> dict[str, torch.Tensor]:
-        raise ValueError("data must be packed outside of verl-ext's own trainer; got preference")
+        raise ValueError(must("data", "be packed outside of verl-ext's own trainer", "preference"))
 
     @override
     def omitted_documents(self) -> list[OmittedDocuments]:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from verl_ext.data.families.texts import TextSet, TextSetOptions
 from verl_ext.data.packs.options import DatasetOptions
 from verl_ext.data.packs.sft_options import SFTOptions
-from verl_ext.options import option
+from verl_ext.options import must, option
 from verl_ext.packing import MOST_TOKENS
 from verl_ext.text.encoder_texts import RecordTextOptions, TextRecordEncoder
 from verl_ext.text.read.sources import (
@@ -96,7 +96,8 @@ class PreTrainEncoder(TextRecordEncoder):
     def __init__(self, options: TextDocumentOptions, tokenizer: Any, key: str = "") -> None:
         """Take options, a tokenizer with an EOS, and the files' config key."""
         if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer must have an eos_token, which every document of data=pretrain ends with")
+            needed = "hold a tokenizer with an eos_token, which every document of data=pretrain ends with"
+            raise ValueError(must("model.path", needed, "one without"))
         super().__init__(options, tokenizer, key, add_bos=tokenizer.bos_token_id is not None)
         self.most_tokens = options.max_length - ADDED + 1 + self.add_bos
 

@@ -26,7 +26,7 @@ from verl_ext.data.packs.sft_options import SFTOptions
 from verl_ext.data.tokenized.arrow import TokenizedData
 from verl_ext.data.tokenized.reports import read_report
 from verl_ext.files import CATEGORIES, REPORT, write_json
-from verl_ext.options import option
+from verl_ext.options import must, option
 from verl_ext.redaction import redacted
 from verl_ext.text.arrow_folder import DatasetWriter
 from verl_ext.text.read.sources import SourceFile, files_left_out
@@ -97,7 +97,7 @@ class TextSet(PackedDataset):
         options, key = self.options, self.key
         found = self.find_files(paths, key)
         if tokenizer is None:
-            raise ValueError(f"{type(self).__name__} must be given a tokenizer (model.path's); got nothing")
+            raise ValueError(must(type(self).__name__, "be given a tokenizer (model.path's)", "nothing"))
         self.files = tuple(file.path for file, _ in found)
         # Categories are numbered from 1, in the order of their first files.
         names = list(dict.fromkeys(name for _, name in found))
@@ -148,10 +148,9 @@ def _write(folder: Path, files: Sequence[SourceFile], names: Sequence[str], enco
     total = Counts().add(*counts.values())
     if not total.documents:
         example = next(chain.from_iterable(total.examples.values()), "")
-        raise ValueError(
-            f"{encoder.key} must hold at least one record with a text; got none in {files[0].path} and "
-            f"{len(files) - 1} files more, of {total.records} records{example and f', such as {example}'}"
-        )
+        of = f"{len(files) - 1} files more, of {total.records} records{example and f', such as {example}'}"
+        got = f"none in {files[0].path} and {of}"
+        raise ValueError(must(encoder.key, "hold at least one record with a text", got))
     write_json(folder / CATEGORIES, {str(number): name for number, name in enumerate(names, start=1)})
     report = {
         "files": redacted([file.path for file in files]),

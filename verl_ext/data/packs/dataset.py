@@ -21,7 +21,7 @@ from verl_ext.data.tokenized.categories import CategoryTable
 from verl_ext.data.tokenized.files_in_use import DataFile
 from verl_ext.data.tokenized.ranks import Ranks
 from verl_ext.metrics import LengthBins
-from verl_ext.options import check_choice
+from verl_ext.options import check_choice, must
 from verl_ext.packing import TOKENS, CostModel
 
 # The keys, in a checkpoint, of `PackDataset.digest` and of `DataFiles.digest`.
@@ -198,8 +198,6 @@ def split_rows(samples: int, split: str | None, train_ratio: float, seed: int) -
     train = int(train_ratio * samples)
     rows = np.sort(shuffled[:train] if split == "train" else shuffled[train:])
     if len(rows) == 0:
-        raise ValueError(
-            f"data.train_ratio must leave samples for training and for validation; got {train_ratio} of {samples}: "
-            "give data.val_dir, or data.train_ratio=1"
-        )
+        got = f"{train_ratio} of {samples}: give data.val_dir, or data.train_ratio=1"
+        raise ValueError(must("data.train_ratio", "leave samples for training and for validation", got))
     return rows

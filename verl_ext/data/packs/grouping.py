@@ -18,6 +18,7 @@ from verl_ext.data.tokenized.beginnings import beginnings_of_ranks, unit_beginni
 from verl_ext.data.tokenized.facts import OverLength
 from verl_ext.data.tokenized.ranks import Ranks, together
 from verl_ext.data.tokenized.units import UnitRows
+from verl_ext.options import must
 from verl_ext.packing import PackPlan, Spans
 from verl_ext.packing.plan import Ints, index_type
 from verl_ext.packing.shared import NOTHING, SharedBeginnings
@@ -103,8 +104,8 @@ class PreferenceGrouping(Grouping):
         tokens = self.tokens[: int(np.searchsorted(self._all.starts, len(self._documents.lengths)))]
         fitting = self._all.fitting(tokens, packing.max_tokens, packing.over_length, key)
         if not (has_tokens := tokens[fitting] > 0).any():
-            got = f"got {packing.max_tokens}, and data.over_length={packing.over_length} leaves none"
-            raise ValueError(f"data.max_tokens must hold at least one unit of {key}; {got}")
+            got = f"{packing.max_tokens}, and data.over_length={packing.over_length} leaves none"
+            raise ValueError(must("data.max_tokens", f"hold at least one unit of {key}", got))
         return fitting[has_tokens]
 
     @cached_property

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from verl_ext.options import MISSING, Options, option, options_of, plain, refuse, spell, unknown
+from verl_ext.options import MISSING, Options, must, option, options_of, plain, refuse, unknown
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import KEY, IntervalDraw, MixtureSource, draw_mixture
 from verl_ext.tables import aligned
@@ -42,15 +42,15 @@ class MixtureSourceOptions(Options):
     def problems(self) -> Iterable[str | None]:
         given = [f"{name}={value:g}" for name in ("tokens", "weight") if (value := getattr(self, name)) is not None]
         if len(given) != 1:
-            yield f"{self.prefix} must have either tokens or weight; got {', '.join(given) or 'none of them'}"
+            yield must(self.prefix, "have either tokens or weight", ", ".join(given) or "none of them")
         if (edges := self.intervals) is not None:
             whole = all(type(edge) is int and edge >= 0 for edge in edges)
             if len(edges) < 2 or not whole or any(low >= high for low, high in pairwise(edges)):
                 wanted = "at least two ascending whole numbers of tokens, e.g. [8192, 16384]"
-                yield f"{self.prefix}.intervals must be {wanted}; got {spell(edges)}"
+                yield must(f"{self.prefix}.intervals", f"be {wanted}", edges)
         paths = self.paths
         if self.train_dir is not None and not (paths and all(isinstance(p, (str, os.PathLike)) and p for p in paths)):
-            yield f"{self.prefix}.train_dir must name a tokenized dataset folder; got {spell(self.train_dir)}"
+            yield must(f"{self.prefix}.train_dir", "name a tokenized dataset folder", self.train_dir)
 
     @property
     def paths(self) -> Sequence[Any]:
@@ -78,19 +78,19 @@ class MixtureOptions(Options):
         """Read data.mixture; raise ValueError with a line for each mistake."""
         node = plain(node)
         if not isinstance(node, Mapping):
-            raise ValueError(f"{KEY} must be a mapping with sources; got {spell(node)}")
+            raise ValueError(must(KEY, "be a mapping with sources", node))
         lines, sources, given = _unknown_keys(cls, KEY, node), {}, node.get("sources")
         if not lines and (not isinstance(given, Mapping) or not given):
             wanted = "at least one source, e.g. {original: {tokens: 4.0e9}}"
-            lines.append(f"{KEY}.sources must name {wanted}; got {spell(given)}")
+            lines.append(must(f"{KEY}.sources", f"name {wanted}", given))
         for name, source in given.items() if isinstance(given, Mapping) else ():
             key = f"{KEY}.sources.{name}"
             if not isinstance(source, Mapping):
-                lines.append(f"{key} must be a mapping, e.g. {{tokens: 4.0e9}}; got {spell(source)}")
+                lines.append(must(key, "be a mapping, e.g. {tokens: 4.0e9}", source))
             elif unknown := _unknown_keys(MixtureSourceOptions, key, source):
                 lines += unknown
             elif source.get("train_dir") == MISSING:
-                lines.append(f"{key}.train_dir must name a tokenized dataset folder; got nothing")
+                lines.append(must(f"{key}.train_dir", "name a tokenized dataset folder", "nothing"))
             else:
                 try:
                     sources[str(name)] = MixtureSourceOptions.read(source)
@@ -107,7 +107,7 @@ class MixtureOptions(Options):
     def problems(self) -> Iterable[str | None]:
         weighted = any(source.weight for source in self.sources.values())
         if self.total_tokens is not None and self.sources and not weighted:
-            yield f"{KEY}.total_tokens must be null where no source has a weight; got {spell(self.total_tokens)}"
+            yield must(f"{KEY}.total_tokens", "be null where no source has a weight", self.total_tokens)
 
     @property
     def budgets(self) -> tuple[MixtureSource, ...]:
@@ -130,7 +130,7 @@ class MixtureOptions(Options):
         for name, own in zip(self.sources, self.folders, strict=True):
             for folder in own or ():
                 if not os.path.isdir(folder):
-                    raise ValueError(f"{KEY}.sources.{name}.train_dir must be an existing folder; got {folder}")
+                    raise ValueError(must(f"{KEY}.sources.{name}.train_dir", "be an existing folder", folder))
         return tuple(dict.fromkeys([*train_dir, *(folder for own in self.folders for folder in own or ())]))
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from omegaconf import OmegaConf
 from typing_extensions import override
 
-from verl_ext.options import REQUIRED, Options, OptionsT, option, options_of, plain, refuse, unknown
+from verl_ext.options import REQUIRED, Options, OptionsT, must, option, options_of, plain, refuse, unknown
 from verl_ext.packing import MOST_TOKENS
 
 _logger = logging.getLogger(__name__)
@@ -72,9 +72,9 @@ class DataOptions(Options):
     def problems(self) -> Iterable[str | None]:
         group, step = self.balance_group, self.train_batch_size
         if group is not None and group > step:
-            yield f"data.balance_group must be at most data.train_batch_size={step}; got {group}"
+            yield must("data.balance_group", f"be at most data.train_batch_size={step}", group)
         if not self.shuffle and self.balance == "sorted":
-            yield "data.balance must be none with data.shuffle=false, which keeps the plan's order; got sorted"
+            yield must("data.balance", "be none with data.shuffle=false, which keeps the plan's order", "sorted")
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _foreign_problems(family: type[Options], node: Mapping[str, Any]) -> Iterato
         elif name not in _keys_of_verl():
             _notice(f"data.{name}={node[name]} has no effect: neither {family.__name__} nor verl's data has it")
     if "truncation" not in known and (cut := node.get("truncation")) not in (None, "error"):
-        yield f"data.truncation must be error; data.over_length=drop|truncate|split says what is cut; got {cut}"
+        yield must("data.truncation", "be error; data.over_length=drop|truncate|split says what is cut", cut)
     length = node.get("max_length")
     if "max_length" not in known and length not in (None, _VERLS_LENGTH, node.get("max_tokens")):
         _notice(
@@ -190,11 +190,11 @@ def named_paths(key: str, what: str, **given: Any) -> list[str]:
     """
     values = [value for value in given.values() if value is not None]
     if len(values) > 1:
-        received = " and ".join(f"{name}={value!r}" for name, value in given.items())
-        raise ValueError(f"{key} must be given once; got {received}")
+        received = " and ".join(f"{name}={value}" for name, value in given.items())
+        raise ValueError(must(key, "be given once", received))
     named = values[0] if values else None
     several = list(named) if isinstance(named, Sequence) else []
     paths = [named] if isinstance(named, (str, os.PathLike)) else several
     if not paths or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) for path in paths):
-        raise ValueError(f"{key} must name {what}; got {named!r}")
+        raise ValueError(must(key, f"name {what}", named))
     return [os.fspath(path) for path in paths]

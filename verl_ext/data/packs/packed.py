@@ -25,7 +25,7 @@ from verl_ext.data.tokenized.files_in_use import DataFile
 from verl_ext.data.tokenized.ranks import Ranks
 from verl_ext.files import CATEGORIES
 from verl_ext.metrics import LengthBins
-from verl_ext.options import plain, whole_number
+from verl_ext.options import must, plain, whole_number
 from verl_ext.packing import TOKENS, CostModel, PackPlan, Spans
 from verl_ext.text.read.sources import absolute_path
 
@@ -77,11 +77,11 @@ class PackedDataset(PackDataset):
             config = {name: value for name, value in plain(config).items() if name != "seed"}  # verl's null names none
         self.options = self.Options.read(config or {}, max_tokens=max_tokens, **options)  # type: ignore[assignment]
         if self.requires_max_tokens and max_tokens is None and (config or {}).get("max_tokens") is None:
-            raise ValueError("data.max_tokens must be given (tokens of a pack); got nothing")
+            raise ValueError(must("data.max_tokens", "be given (tokens of a pack)", "nothing"))
         mixture = self.options.mixture_options
         if mixture is not None and max_samples > 0:
             raise ValueError(
-                f"data.train_max_samples must be -1 with data.mixture, whose budgets are in tokens; got {max_samples}"
+                must("data.train_max_samples", "be -1 with data.mixture, whose budgets are in tokens", max_samples)
             )
         paths: list[str] = []
         if self.options.needs_train_dir:
@@ -145,7 +145,7 @@ class PackedDataset(PackDataset):
         a DataLoader outside of this package's trainer.
         """
         if self.options.packing.share_prefixes:
-            raise ValueError("data.share_prefixes must be false outside of verl-ext's own trainer; got true")
+            raise ValueError(must("data.share_prefixes", "be false outside of verl-ext's own trainer", True))
         rows = [item if isinstance(item, Mapping) else self[int(item)] for item in items]
         batch: dict[str, torch.Tensor] = {}
         for name in [name for name in rows[0] if name != "labels"]:

@@ -31,6 +31,7 @@ from verl_ext.data.packs.mixture import KEY, MixtureRow, draw_spans
 from verl_ext.data.packs.sft_options import SFTOptions
 from verl_ext.data.tokenized.facts import DocumentScan, scan_documents
 from verl_ext.data.tokenized.ranks import ONE_RANK, Ranks, together
+from verl_ext.options import must
 from verl_ext.packing import PackPlan, Spans, plan_packs
 from verl_ext.packing.shared import plan_drawn, plan_shared
 
@@ -74,10 +75,9 @@ class Packs:
         source, categories = self.documents.source, {*self.documents.category_names.values()}
         shared = (name for name, own in mixture.sources.items() if own.train_dir is None)
         if len(categories) > 1 and (name := next((name for name in shared if name in categories), None)):
-            raise ValueError(
-                f"{KEY}.sources.{name} must have a train_dir with the documents of {name} alone, or another name: "
-                f"without one it draws every category of data.train_dir; got train_dir=null"
-            )
+            needed = f"have a train_dir with the documents of {name} alone, or another name"
+            why = "without one it draws every category of data.train_dir"
+            raise ValueError(must(f"{KEY}.sources.{name}", f"{needed}: {why}", "train_dir=null"))
         of_data = source.folders, source.first_rows(), self._train_dirs
         return draw_spans(mixture, self.grouping.wholes(), *of_data, self.packing.seed)
 

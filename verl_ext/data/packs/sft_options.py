@@ -12,7 +12,7 @@ from verl_ext.data.packs.mixture import MixtureOptions
 from verl_ext.data.packs.options import DatasetOptions
 from verl_ext.data.tokenized.beginnings import SHARE_LEAST
 from verl_ext.data.tokenized.categories import read_names
-from verl_ext.options import option, spell
+from verl_ext.options import must, option
 from verl_ext.packing import OVER_LENGTH_POLICIES, STRATEGIES
 from verl_ext.text.read.sources import local_path
 
@@ -66,7 +66,7 @@ class SFTOptions(DatasetOptions):
     @override
     def problems(self) -> Iterable[str | None]:
         if self.mixture is not None and self.no_mixture:
-            yield f"data.mixture must be null {self.no_mixture}; got {spell(self.mixture)}"
+            yield must("data.mixture", f"be null {self.no_mixture}", self.mixture)
         else:
             try:
                 _ = self.mixture_options
@@ -77,17 +77,17 @@ class SFTOptions(DatasetOptions):
         implied = {**vars(self), **self.implied(vars(self))}
         strategy = implied["strategy"]
         if self.share_prefixes and not self.may_share:
-            yield f"data.share_prefixes must be false for {self.reads}; got true"
+            yield must("data.share_prefixes", f"be false for {self.reads}", True)
         elif self.share_prefixes:
             for name, allowed in (("strategy", self.sharing_strategies), ("pad_mode", ("no_padding",))):
                 if implied[name] not in allowed:
-                    wanted = f"data.{name} must be {' or '.join(allowed)} with data.share_prefixes=true"
-                    yield f"{wanted}; got {implied[name]}"
+                    needed = f"be {' or '.join(allowed)} with data.share_prefixes=true"
+                    yield must(f"data.{name}", needed, implied[name])
         if self.shuffle_documents and strategy not in _ORDERED:
-            got = f"got {strategy}, which orders them itself"
-            yield f"data.strategy must be {' or '.join(_ORDERED)} with data.shuffle_documents=true; {got}"
+            needed = f"be {' or '.join(_ORDERED)} with data.shuffle_documents=true"
+            yield must("data.strategy", needed, f"{strategy}, which orders them itself")
         if self.shuffle_documents and self.mixture is not None:
-            yield "data.shuffle_documents must be false with data.mixture, which draws the documents; got true"
+            yield must("data.shuffle_documents", "be false with data.mixture, which draws the documents", True)
         try:
             _ = self.given_names
         except ValueError as error:
@@ -98,7 +98,7 @@ class SFTOptions(DatasetOptions):
         exists, kind = self.path_test or (bool, "")
         for path in paths if isinstance(paths, (list, tuple)) else [paths]:
             if path and not exists(os.path.expanduser(local_path(str(path)))):
-                yield f"{key} must be an existing {kind}; got {path}"
+                yield must(key, f"be an existing {kind}", path)
 
     @property
     @override

@@ -30,7 +30,7 @@ from verl_ext.data.tokenized.categories import CategoryTable
 from verl_ext.data.tokenized.files_in_use import DataFile
 from verl_ext.data.tokenized.ranks import ONE_RANK, Ranks, arrays_of_ranks, together
 from verl_ext.files import file_state
-from verl_ext.options import option, plain
+from verl_ext.options import must, option, plain
 from verl_ext.packing import TOKENS, CostModel
 from verl_ext.packing.strategies import MOST_TOKENS
 from verl_ext.text.encoder_texts import TextOptions
@@ -108,12 +108,12 @@ class MultiDocOptions(DatasetOptions, TextOptions):
     @override
     def problems(self) -> Iterable[str | None]:
         if self.max_tokens not in (None, self.seq_len):
-            yield f"data.max_tokens must be data.seq_len={self.seq_len} for samples of it; got {self.max_tokens}"
+            yield must("data.max_tokens", f"be data.seq_len={self.seq_len} for samples of it", self.max_tokens)
         if self.mixture is not None:
-            yield f"data.mixture must be null for samples of a stream; got {self.mixture}"
+            yield must("data.mixture", "be null for samples of a stream", self.mixture)
         yield from super().problems()
         if self.cache_dir is not None and not is_path(self.cache_dir):
-            yield f"data.cache_dir must be a folder or null; got {self.cache_dir!r}"
+            yield must("data.cache_dir", "be a folder or null", self.cache_dir)
         if self.blend is not None:
             try:
                 read_blend(self.blend)
@@ -181,7 +181,7 @@ class MultiDocDataset(PackDataset):
         **given: Any,
     ) -> None:
         if file_paths is not None and parquet_files is not None:
-            raise ValueError(f"{key} must be given once; got {file_paths!r} and {parquet_files!r}")
+            raise ValueError(must(key, "be given once", f"{file_paths} and {parquet_files}"))
         paths = parquet_files if file_paths is None else file_paths
         node = dict(plain(config or {}))
         if seq_len is not None:
@@ -191,7 +191,7 @@ class MultiDocDataset(PackDataset):
         # A blend names the data itself; validation data of its own takes its place.
         uses_blend = options.blend is not None and (split is not None or not validates)
         if uses_blend and paths is not None:
-            raise ValueError(f"{key} must be null with data.blend, which names the data; got {paths!r}")
+            raise ValueError(must(key, "be null with data.blend, which names the data", paths))
         self.key = "data.blend" if uses_blend else key
         self._root = default_root(CACHE, options.cache_dir)
         finder = SourceFinder(tokenizer, options, options.max_corpus_tokens, self._root, self.key)
@@ -241,9 +241,9 @@ class MultiDocDataset(PackDataset):
         is_text = all(source.is_text for source in self.sources) and not blends
         chosen = self.options.sampling or ("random_starts" if is_text else "document_stream")
         if chosen != "document_stream" and blends:
-            raise ValueError(f"data.sampling must be document_stream with data.blend; got {chosen}")
+            raise ValueError(must("data.sampling", "be document_stream with data.blend", chosen))
         if chosen != "document_stream" and asked_samples is not None:
-            raise ValueError(f"data.num_samples must be null with data.sampling={chosen}; got {asked_samples}")
+            raise ValueError(must("data.num_samples", f"be null with data.sampling={chosen}", asked_samples))
         return chosen
 
     @override

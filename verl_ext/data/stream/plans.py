@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from verl_ext.data.stream.megatron.blend import Order, megatron_source_samples, normalised
 from verl_ext.data.stream.megatron.samples import Pieces, cached_blend, cached_sample_indices, check_has_sample
 from verl_ext.data.stream.sources import Source
+from verl_ext.options import must
 
 # The tokens that a sample has besides those that a model reads, by sampling.
 LABEL_TOKENS = {"random_starts": 0, "document_stream": 1, "in_order": 1}
@@ -241,8 +242,7 @@ def _check_joined_sequences(sources: Sequence[Source], blend_rule: str | None) -
             continue
         counts = f"{source.name} has {index.num_documents:,} documents of {index.num_sequences:,} sequences"
         if blend_rule == "megatron":
-            raise ValueError(
-                "data.blend_rule must be tijdeman for documents of several sequences, which megatron-core shuffles "
-                f"sequence by sequence; got megatron, and {counts}"
-            )
+            why = "which megatron-core shuffles sequence by sequence"
+            needed = f"be tijdeman for documents of several sequences, {why}"
+            raise ValueError(must("data.blend_rule", needed, f"megatron, and {counts}"))
         _logger.warning("%s: it is shuffled by document, where megatron-core's GPTDataset shuffles sequences", counts)

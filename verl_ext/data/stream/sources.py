@@ -23,7 +23,7 @@ from verl_ext.data.stream.megatron.index import SUFFIXES, IndexPart, TokenIndex
 from verl_ext.data.stream.megatron.samples import count_tokens
 from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.files import REPORT, write_json
-from verl_ext.options import plain
+from verl_ext.options import must, plain
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
 from verl_ext.text.read.sources import (
     absolute_path,
@@ -85,7 +85,7 @@ class Source:
         cut = int(train_ratio * (tokens - seq_len))
         if not 0 < cut < tokens - seq_len:
             parts = f"two parts of the one document and data.seq_len={seq_len} tokens between them"
-            raise ValueError(f"data.train_ratio must leave {parts}; got {train_ratio} of {tokens} tokens")
+            raise ValueError(must("data.train_ratio", f"leave {parts}", f"{train_ratio} of {tokens} tokens"))
         first, last = (0, cut) if split == "train" else (cut + seq_len, tokens)
         index = IndexPart(self.index.prefix, self.index.key, first, last)
         return replace(self, index=index, omitted_tokens=seq_len)
@@ -123,11 +123,11 @@ def read_blend(blend: Any) -> list[tuple[float, str]]:
     except (TypeError, ValueError):
         shares = []
     if not shares or not all(type(weight) in (int, float) and path for weight, path in shares):
-        raise ValueError(f"data.blend must be pairs of a weight and a path, e.g. [[0.7,a],[0.3,b]]; got {pairs!r}")
+        raise ValueError(must("data.blend", "be pairs of a weight and a path, e.g. [[0.7,a],[0.3,b]]", pairs))
     weights, paths = [float(weight) for weight, _ in shares], [path for _, path in shares]
     check_blend_weights(weights)
     if twice := [path for path in paths if paths.count(path) > 1]:
-        raise ValueError(f"data.blend must name each path once; got {twice[0]} twice")
+        raise ValueError(must("data.blend", "name each path once", f"{twice[0]} twice"))
     return list(zip(weights, paths, strict=True))
 
 
@@ -181,7 +181,7 @@ class SourceFinder:
         ]
         for path, name in zip(paths, names, strict=True):
             if names.count(name) > 1:
-                raise ValueError(f"{self.key} must have sources of different names; got {name} twice: rename {path}")
+                raise ValueError(must(self.key, "have sources of different names", f"{name} twice: rename {path}"))
         return [self._one(name, *group) for name, group in zip(names, groups, strict=True)]
 
     def _one(self, name: str, paths: list[str], weight: float | None = None) -> Source:
@@ -189,7 +189,7 @@ class SourceFinder:
         if not prefixes:
             return self._text(name, paths, weight)
         if len(prefixes) > 1 or len(paths) > 1:
-            raise ValueError(f"{self.key} must name one index, or texts, for a source; got {', '.join(prefixes)}")
+            raise ValueError(must(self.key, "name one index, or texts, for a source", ", ".join(prefixes)))
         return Source(name, TokenIndex(prefixes[0], self.key), weight)
 
     def _prefixes(self, path: str) -> list[str]:
@@ -211,7 +211,7 @@ class SourceFinder:
     def _paths(self, given: Any) -> list[str]:
         paths = [given] if isinstance(given, (str, os.PathLike)) else given
         if not isinstance(paths, Sequence) or not paths or not all(map(is_path, paths)):
-            raise ValueError(f"{self.key} must name texts or an index (PREFIX of PREFIX.bin, .idx); got {given!r}")
+            raise ValueError(must(self.key, "name texts or an index (PREFIX of PREFIX.bin, .idx)", given))
         return [absolute_path(path) for path in paths]
 
     def _text(self, name: str, paths: list[str], weight: float | None) -> Source:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from verl_ext.data.tokenized.categories import FolderCategories
 from verl_ext.data.tokenized.files_in_use import DataFile
 from verl_ext.data.tokenized.units import UnitRows, has_answers
-from verl_ext.options import first_line
+from verl_ext.options import first_line, must
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import DOCUMENT_COLUMNS, FIRST_BLOCK, MARK, TOKEN_COLUMNS
 from verl_ext.text.read.shards import STATE, STREAM_END, Shard, read_shards
@@ -123,12 +123,12 @@ class ListColumn:
             is_list = any(is_kind(kind) for is_kind in LIST_KINDS)
             if not is_list or not any(getattr(pa.types, f"is_{wanted}")(kind.value_type) for wanted in kinds):
                 wanted = " or ".join(kinds)
-                raise ValueError(f"{key} must have column {name} as a list of {wanted} values; got {kind}")
+                raise ValueError(must(key, f"have column {name} as a list of {wanted} values", kind))
         self.first_row = np.concatenate([[0], np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)])
         for first, chunk in zip(self.first_row, self._chunks, strict=False):
             begin, end = (int(at) for at in _offsets(chunk)[[0, -1]])
             if not 0 <= begin <= end <= (most := len(chunk.values)):
-                raise ValueError(f"{key} must have column {name} inside its {most} values; got {begin}..{end}")
+                raise ValueError(must(key, f"have column {name} inside its {most} values", f"{begin}..{end}"))
             if chunk.null_count or chunk.values.null_count:
                 rows = f"rows {first}..{first + len(chunk) - 1}"
                 raise ValueError(f"{key} must have no null in column {name}; {rows} hold one")
@@ -261,8 +261,8 @@ class TokenizedData:
         with_preferences = (path for path, table in zip(self.folders, tables, strict=True) if has_answers(table))
         if not with_answers and (path := next(with_preferences, None)):
             remedy = ": data=chosen trains on the preferred ones" if key.startswith("data.") else ""
-            got = f"got preferences in {path}, whose rejected answers are not to be learnt{remedy}"
-            raise ValueError(f"{key} must hold documents to learn; {got}")
+            got = f"preferences in {path}, whose rejected answers are not to be learnt{remedy}"
+            raise ValueError(must(key, "hold documents to learn", got))
         names = list(VALUE_KINDS)
         with_weight = ["loss_weight" in table.column_names for table in tables]
         if not any(with_weight):
@@ -305,12 +305,12 @@ class TokenizedData:
         chunks = self._chunks("length")
         for chunk in chunks:
             if not pa.types.is_integer(chunk.type):
-                raise ValueError(f"{self.key} must have column length as integer; got {chunk.type}")
+                raise ValueError(must(self.key, "have column length as integer", chunk.type))
             if chunk.null_count:
                 raise ValueError(f"{self.key} must have no null in column length")
         lengths = np.concatenate([chunk.to_numpy() for chunk in chunks])
         if (lowest := lengths.min()) < 0:
-            raise ValueError(f"{self.key} must have column length at least 0; got {lowest}")
+            raise ValueError(must(self.key, "have column length at least 0", lowest))
         return lengths.astype(np.int32 if lengths.max() <= np.iinfo(np.int32).max else np.int64, copy=False)
 
     @cached_property

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from verl_ext.files import CATEGORIES
-from verl_ext.options import first_line
+from verl_ext.options import first_line, must
 from verl_ext.text.read.json_records import parse_json, repeated_name
 
 SMALL, LEAST = 1 << 16, 1 << 10  # the most and, for numbers without a name, the least numbers in a table
@@ -109,35 +109,35 @@ def _read_file(path: Path) -> dict[int, str]:
         names = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} must be JSON; {first_line(error)}") from error
-    return read_names(names, path)
+    return read_names(names, str(path))
 
 
-def read_names(names: Any, source: object) -> dict[int, str]:
+def read_names(names: Any, source: str) -> dict[int, str]:
     """Return {number: name} of a mapping, whose keys may be texts.
 
     Raises ValueError, which names the `source`, if it is not a mapping, or gives two numbers the same name.
     """
     if not isinstance(names, Mapping):
-        raise ValueError(f'{source} must be an object like {{"1": "gsm8k"}}; got {str(names)[:60]}')
+        raise ValueError(must(source, 'be an object like {"1": "gsm8k"}', str(names)[:60]))
     numbered: dict[int, str] = {}
     for key, name in names.items():
         text = str(key)
         number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(_HIGHEST)) else 0
         if not 0 < number <= _HIGHEST:
-            raise ValueError(f"{source} must have category numbers of 1 to {_HIGHEST} as its keys; got {text[:80]!r}")
+            raise ValueError(must(source, f"have category numbers of 1 to {_HIGHEST} as its keys", repr(text[:80])))
         if number in numbered:
-            raise ValueError(f"{source} must name each category once; got {text!r} twice")
+            raise ValueError(must(source, "name each category once", f"{text!r} twice"))
         if not isinstance(name, str) or not name.strip():
-            raise ValueError(f"{source} must give category {text} a name; got {name!r}")
+            raise ValueError(must(source, f"give category {text} a name", repr(name)))
         numbered[number] = name
     return _distinct(numbered, source)
 
 
-def _distinct(names: dict[int, str], source: object) -> dict[int, str]:
+def _distinct(names: dict[int, str], source: str) -> dict[int, str]:
     """Return the names; raise ValueError if two numbers have the same name."""
     if (name := repeated_name(names.values())) is not None:
         got = " and ".join(str(number) for number, other in names.items() if other == name)
-        raise ValueError(f"{source} must give every category its own name; got {name!r} for {got}")
+        raise ValueError(must(source, "give every category its own name", f"{name!r} for {got}"))
     return names
 
 
@@ -169,4 +169,4 @@ class CategoryTable:
         return NumberMap({number: index for index, number in enumerate(self.ids, start=1)}, self._problem)
 
     def _problem(self, number: int) -> str:
-        return f"category ids must be of the table {self.ids}; got {number}"
+        return must("category ids", f"be of the table {self.ids}", number)

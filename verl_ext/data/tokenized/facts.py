@@ -22,6 +22,7 @@ from verl_ext.data.tokenized.arrow import fitting
 from verl_ext.data.tokenized.ranks import ONE_RANK, Ranks, arrays_of_rank0, arrays_of_ranks
 from verl_ext.data.tokenized.source import DocumentSource
 from verl_ext.files import CATEGORIES, file_state
+from verl_ext.options import must
 from verl_ext.packing import Spans, cut_spans
 from verl_ext.packing.plan import offsets_of
 from verl_ext.progress import terminal_bar
@@ -205,7 +206,7 @@ def _check_targets(data: DocumentSource, is_read: NDArray[np.bool_], block_token
     for rows, length, values in _Reader(data, over, block_tokens).blocks(is_read & ~has_none, rows_to_read, True):
         has_none[rows] = count_targets(values["loss_mask"] != 0, offsets_of(length)[:-1]) == 0
     if has_none.any():
-        raise ValueError(f"{data.key} must have a target in every answer; got none in row {has_none.argmax()}")
+        raise ValueError(must(data.key, "have a target in every answer", f"none in row {has_none.argmax()}"))
 
 
 def _check_different(
@@ -222,18 +223,16 @@ def _check_different(
         differs = np.logical_or.reduceat(sides[0] != sides[1], starts[:-1])
         if not differs.all():
             at = first + int(differs.argmin())
-            got = f"got the tokens of row {chosen[at]} again in row {rejected[at]}"
-            raise ValueError(f"{data.key} must have different answers in a unit; {got}")
+            got = f"the tokens of row {chosen[at]} again in row {rejected[at]}"
+            raise ValueError(must(data.key, "have different answers in a unit", got))
 
 
 def check_vocabulary(token_range: tuple[int, int], vocab_size: int, key: str = "data.train_dir") -> None:
     """Raise ValueError if a token id of lowest..highest lies outside 0..vocab_size-1."""
     lowest, highest = token_range
     if lowest < 0 or highest >= vocab_size:
-        raise ValueError(
-            f"{key} must hold token ids of the model's vocabulary (0..{vocab_size - 1}); got ids from "
-            f"{lowest} to {highest}: was it tokenized with another tokenizer?"
-        )
+        got = f"ids from {lowest} to {highest}: was it tokenized with another tokenizer?"
+        raise ValueError(must(key, f"hold token ids of the model's vocabulary (0..{vocab_size - 1})", got))
 
 
 def shares(lengths: NDArray[np.integer], ranks: int) -> NDArray[np.int64]:
@@ -338,7 +337,7 @@ class _Reader:
         def refuse(requirement: str, column: NDArray[Any], wrong: NDArray[np.bool_]) -> None:
             at = int(wrong.argmax())
             row = rows[np.searchsorted(np.cumsum(lengths), at, side="right")]
-            raise ValueError(f"{self.data.key} must have {requirement}; got {column[at]} in row {row}")
+            raise ValueError(must(self.data.key, f"have {requirement}", f"{column[at]} in row {row}"))
 
         mask, categories, weight = values["loss_mask"], values["category_ids"], values.get("loss_weight")
         if mask.dtype != bool and (mask.min() < 0 or mask.max() > 1):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.files import REPORT
+from verl_ext.options import must
 
 
 def read_report(folder: str | Path) -> dict[str, Any]:
@@ -61,10 +62,9 @@ class TrainedChats:
         if given is None or given == self.template:
             return None
         made = "has another" if self.templates else "names none"
-        return (
-            f"model.custom_chat_template must be the template that {key} was made with; got one that its {REPORT}, "
-            f"which {made}, does not hold: verl-ext tokenize chat_template=FILE makes data with it"
-        )
+        hint = "verl-ext tokenize chat_template=FILE makes data with it"
+        got = f"one that its {REPORT}, which {made}, does not hold: {hint}"
+        return must("model.custom_chat_template", f"be the template that {key} was made with", got)
 
     def notices(self, key: str) -> Iterator[str]:
         """Yield a line if the data gives the trained model no template."""

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from verl_ext.options import must
 from verl_ext.text.tokens.documents import UNIT_COLUMNS
 
 OVER_LENGTH_OF_UNITS = ("error", "drop")  # a cut answer has no end, and a cut prompt asks another question
@@ -38,7 +39,7 @@ class UnitRows:
         names = ("unit", "answer")
         if all(name in table.column_names and pa.types.is_floating(table.schema.field(name).type) for name in names):
             raise ValueError(
-                f"{key} must have columns unit and answer as integers; got numbers with fractions in {folder}"
+                must(key, "have columns unit and answer as integers", f"numbers with fractions in {folder}")
             )
         columns = {name: np.full(len(table), name != "answer", kind) for name, kind in UNIT_COLUMNS.items()}
         for name in UNIT_COLUMNS if has_answers(table) else ():
@@ -57,7 +58,7 @@ class UnitRows:
         def refuse(wrong: NDArray[np.bool_], requirement: str, got: Callable[[int], object]) -> None:
             if wrong.any():
                 row = int(wrong.argmax())
-                raise ValueError(f"{key} must have {requirement}; got {got(row)} in row {row} of {folder}")
+                raise ValueError(must(key, f"have {requirement}", f"{got(row)} in row {row} of {folder}"))
 
         refuse(unit < 0, "unit at least 0", unit.__getitem__)
         refuse(unit[:1] == 0, "the first row of a unit before its others, which have unit 0", unit.__getitem__)
@@ -116,11 +117,11 @@ class UnitRows:
         if policy == "error" and is_long.any():
             longest = int(tokens.argmax())
             rows = f"rows {self.starts[longest]}..{self.starts[longest + 1] - 1}"
-            raise ValueError(
-                f"data.max_tokens must hold every unit of {key}; got {max_tokens}, and {is_long.sum():,} of "
-                f"{len(self):,} are longer, the longest ({rows}) with {tokens[longest]:,} tokens: raise it, or "
-                "data.over_length=drop leaves whole units out"
+            longer = (
+                f"{is_long.sum():,} of {len(self):,} are longer, the longest ({rows}) with {tokens[longest]:,} tokens"
             )
+            got = f"{max_tokens}, and {longer}: raise it, or data.over_length=drop leaves whole units out"
+            raise ValueError(must("data.max_tokens", f"hold every unit of {key}", got))
         return np.flatnonzero(~is_long)
 
 

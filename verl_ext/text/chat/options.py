@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, ClassVar, TypeVar
 
-from verl_ext.options import UsageError, option, spell
+from verl_ext.options import UsageError, must, option, spell
 from verl_ext.text.read.bad_record import RecordOptions
 from verl_ext.text.records.fields import RESERVED_TEMPLATE_KWARGS
 from verl_ext.text.records.message_names import MessageNames
@@ -125,7 +125,7 @@ class ChatOptions(RecordOptions):
         except ValueError:
             is_day = False
         if not is_day:
-            yield f"chat_date must be a day such as 2026-11-25, or null; got {self.chat_date}"
+            yield must("chat_date", "be a day such as 2026-11-25, or null", self.chat_date)
         yield from self.model.tokenizer_problems()
         yield from column_problems(self.columns)
         yield from self.message_names.problems()
@@ -134,21 +134,22 @@ class ChatOptions(RecordOptions):
             systems = {f"system.{category}": text for category, text in self.system.items()}
         for key, text in systems.items() if self.system is not None else ():
             if not isinstance(text, str) or not text.strip():
-                yield f"{key} must be a text, or a text for each category; got {spell(text)}"
+                yield must(key, "be a text, or a text for each category", text)
         yield from self._text_problems()
         if self.prompts == "learn" and self.turns != "all":
-            yield f"turns must be all with prompts=learn, which learns every part of a chat; got {self.turns}"
+            yield must("turns", "be all with prompts=learn, which learns every part of a chat", self.turns)
         if self.category_field == "":
-            yield "category_field must name a field of the records, or be null; got ''"
+            yield must("category_field", "name a field of the records, or be null", "")
         if self.end_of_chat == "":
-            yield "end_of_chat must be auto, none or a token; got ''"
+            yield must("end_of_chat", "be auto, none or a token", "")
         if self.end_of_turn == "":
-            yield "end_of_turn must be a text that ends a turn, or null; got ''"
+            yield must("end_of_turn", "be a text that ends a turn, or null", "")
         for name in RESERVED_TEMPLATE_KWARGS.intersection(self.apply_chat_template_kwargs):
-            yield f"apply_chat_template_kwargs must not set {name}, which this command sets itself"
+            needed = f"not set {name}, which this command sets itself"
+            yield must("apply_chat_template_kwargs", needed, self.apply_chat_template_kwargs[name])
         try:
             if self.given_template is None and self.chat_templates is not None:
-                yield f"chat_template must name a template of chat_templates={self.chat_templates}; got null"
+                yield must("chat_template", f"name a template of chat_templates={self.chat_templates}", None)
         except UsageError as error:
             yield str(error)
 
@@ -156,7 +157,7 @@ class ChatOptions(RecordOptions):
         """Yield a line for each unusable entry of `replace` and `weights`."""
         for text, other in self.replace.items():
             if not text or not isinstance(other, str):
-                yield f"replace must map texts to texts; got {spell(text)}: {spell(other)}"
+                yield must("replace", "map texts to texts", f"{spell(text)}: {spell(other)}")
         for pattern, factor in self.weights.items():
             is_factor = isinstance(factor, (int, float)) and not isinstance(factor, bool) and 0 <= factor < math.inf
             try:
@@ -164,8 +165,8 @@ class ChatOptions(RecordOptions):
             except re.error:
                 is_factor = False
             if not is_factor:
-                needed = "weights must map regular expressions to factors of at least 0"
-                yield f"{needed}; got {spell(pattern)}: {spell(factor)}"
+                needed = "map regular expressions to factors of at least 0"
+                yield must("weights", needed, f"{spell(pattern)}: {spell(factor)}")
 
     @property
     def given_template(self) -> str | None:

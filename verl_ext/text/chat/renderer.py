@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 from verl_ext.text.chat.frames import ArgumentCaches, FrameCache
 from verl_ext.text.chat.learnt import EMPTY_BLOCK, Learnt, Part, without_empty_blocks
 from verl_ext.text.chat.marks import IDENTIFIERS
@@ -66,9 +66,8 @@ class ChatRenderer:
             given = str(options.chat_template)
             check_template(template, "one" if template == given else given, "chat_template")
         elif not tokenizer.chat_template:
-            raise UsageError(
-                f"chat_template must be given for chat records: the tokenizer of {options.model.tokenizer} has none"
-            )
+            needed = f"be given for chat records: the tokenizer of {options.model.tokenizer} has none"
+            raise UsageError(must("chat_template", needed, None))
         self._special, self._options, self._tokenizer, self._source = special, options, tokenizer, template
         self._stops = stop_tokens(tokenizer, options.model)
         kinds = {REASONING: options.reasoning, TOOL_CALL: options.tool_calls, EMPTY_REASONING: options.empty_reasoning}

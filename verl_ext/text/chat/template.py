@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 from verl_ext.text.chat.jinja_template import JinjaTemplate, Span
 from verl_ext.text.chat.stand_ins import StandIns
 from verl_ext.text.read.bad_record import BadRecord
@@ -91,8 +91,8 @@ class ChatTemplate(JinjaTemplate):
         self.stop_pattern = any_of(self._stops)
         self._end_of_turn, self._end_of_chat = end_of_turn, end_of_chat
         if end_of_chat not in ("auto", "none") and not self.special.fullmatch(end_of_chat):
-            needed = "must be auto, none or an added token of the tokenizer, at which generation stops"
-            raise UsageError(f"end_of_chat {needed}; got {end_of_chat!r}")
+            needed = "be auto, none or an added token of the tokenizer, at which generation stops"
+            raise UsageError(must("end_of_chat", needed, repr(end_of_chat)))
         self._probe()
 
     def probed_with(self, arguments: dict[str, Any]) -> "ChatTemplate":
@@ -219,10 +219,8 @@ class ChatTemplate(JinjaTemplate):
         self.framing = base, prompt, last.partition(_QUESTION)[2], inner.partition(_QUESTION)[2]
         if end_of_turn := self._end_of_turn:
             if end_of_turn not in f"{last_tail}\0{inner_tail}":
-                raise UsageError(
-                    "end_of_turn must be a text that the chat template writes after an assistant's words; got"
-                    f" {end_of_turn!r}, and it writes {last_tail!r}"
-                )
+                needed = "be a text that the chat template writes after an assistant's words"
+                raise UsageError(must("end_of_turn", needed, f"{end_of_turn!r}, and it writes {last_tail!r}"))
             return [end_of_turn]
         if _ANSWER not in inner or _QUESTION not in inner.split(_ANSWER)[-1]:  # the template prints one turn only
             return [end for end in [self._turn_end(last_tail)] if end]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.options import DataError, UsageError, first_line, must
 
 HUB_HINT = "owner/name[:config][:split][[:1000]]"
 HUB_PREFIX = "hf://datasets/"
@@ -42,7 +42,7 @@ def hub_split(url: str, key: str) -> tuple[str, str, int | None]:
     builder, splits, match = _hub_dataset(url)
     split = match["split"] or "train"
     if split not in splits:
-        raise UsageError(f"{key} must name a split, as in {HUB_HINT}; got {url}, which has {', '.join(splits)}")
+        raise UsageError(must(key, f"name a split, as in {HUB_HINT}", f"{url}, which has {', '.join(splits)}"))
     info = (builder.info.splits or {}).get(split)
     num_bytes = (info.num_bytes if info else None) or None
     if match["slice"]:
@@ -61,16 +61,14 @@ def _hub_rows(match: re.Match[str], size: int | None, key: str) -> tuple[int, in
         value = None if text is None else int(text.rstrip("%"))
         if text is not None and value is not None and (text.endswith("%") or value < 0):
             if not size:
-                needed = (
-                    "must count rows from the first one, as in [:1000]: the Hub does not tell the size of the split"
-                )
-                raise UsageError(f"{key} {needed}; got {match[0]}")
+                needed = "count rows from the first one, as in [:1000]: the Hub does not tell the size of the split"
+                raise UsageError(must(key, needed, match[0]))
             value = round(value * size / 100) if text.endswith("%") else value
             value = max(value + size, 0) if value < 0 else value
         bounds.append(value)
     first, last = bounds[0] or 0, bounds[1]
     if last is not None and last <= first:
-        raise UsageError(f"{key} must have a slice with rows, as in [:1000]; got {match[0]}")
+        raise UsageError(must(key, "have a slice with rows, as in [:1000]", match[0]))
     return first, last
 
 

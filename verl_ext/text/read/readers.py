@@ -21,7 +21,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from verl_ext.options import DataError, first_line
+from verl_ext.options import DataError, first_line, must
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.hub import hub_tables
 from verl_ext.text.read.json_records import JsonList, TableRow, parse_line, repeated_name
@@ -138,7 +138,7 @@ def read_record(raw: Any) -> dict[str, Any]:
     if isinstance(record, TextFile):
         return {"text": record if record.text is None else record.text}
     if not isinstance(record, dict):
-        raise BadRecord("not_an_object", f"a record must be an object with fields; got {type(record).__name__}")
+        raise BadRecord("not_an_object", must("a record", "be an object with fields", type(record).__name__))
     return record
 
 

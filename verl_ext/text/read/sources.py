@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NoReturn
 from urllib.parse import urlsplit
 
 from verl_ext.files import CATEGORIES, REPORT, file_state
-from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.options import DataError, UsageError, first_line, must
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.compression import COMPRESSIONS
 from verl_ext.text.read.hub import HUB, host_errors, hub_split, hub_version
@@ -162,7 +162,7 @@ def _found(pattern: str, key: str) -> Iterator[tuple[Any, ...]]:
         kinds, left_out = _kinds_below(sizes, key) if is_folder else ({path: kind_of(path) for path in sizes}, [])
         for path, kind in kinds.items():
             if kind is None:
-                raise UsageError(f"{key} must be {KNOWN_FORMATS}; got {path}")
+                raise UsageError(must(key, f"be {KNOWN_FORMATS}", path))
             own = [sizes[path]] if kind != "arrow" else [sizes[name] for name in sizes if os.path.dirname(name) == path]
             if kind != "arrow" and not is_url(path):
                 _check_regular(path, key)
@@ -238,7 +238,7 @@ def _kinds_below(files: _Sizes, key: str) -> tuple[dict[str, str | None], list[s
             if kind_of(plain) or kind_of(plain.removesuffix(ending)) or ending[1:].isdigit() or not ending:
                 needed = "have files alone whose names end in the suffix of their format"
                 way_out = f"a glob such as {folder}/*.jsonl names those to read"
-                raise UsageError(f"{key} must {needed}, or {way_out}; got {path}")
+                raise UsageError(must(key, f"{needed}, or {way_out}", path))
             left_out.append(path)
     read = {path: kind for path, kind in kinds.items() if kind != "text"} or kinds
     notes = [path for path in kinds if path not in read]
@@ -256,7 +256,7 @@ def _check_regular(path: str, key: str) -> None:
     try:
         path.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{key} must name files whose names are UTF-8; got {os.fsencode(path)!r}") from error
+        raise UsageError(must(key, "name files whose names are UTF-8", os.fsencode(path))) from error
     if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"{key} must name regular files; {path} is a FIFO, a socket or a device")
 
@@ -302,7 +302,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     if "::" in url:
-        raise UsageError(f"{key} must be URLs without '::'; got {url}")
+        raise UsageError(must(key, "be URLs without '::'", url))
     with host_errors(url):
         try:
             return url_to_fs(url)
@@ -310,7 +310,7 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
             extra = "pip install 'verl-ext[remote]' brings those of s3:// and gs://"
             raise UsageError(f"{key} needs a package for {url}: {first_line(error)}; {extra}") from error
         except ValueError as error:
-            raise UsageError(f"{key} must be a URL that fsspec knows; got {url}: {first_line(error)}") from error
+            raise UsageError(must(key, "be a URL that fsspec knows", f"{url}: {first_line(error)}")) from error
 
 
 class OpenedFile:

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_ext.options import DataError, first_line
+from verl_ext.options import DataError, first_line, must
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.json_records import TableRow, parse_json, repeated_name
 
@@ -29,7 +29,7 @@ Convert = Callable[[Any], Any]
 def check_names(path: str, names: Iterable[str]) -> None:
     """Raise `DataError` if two columns of a file have one name."""
     if repeated := repeated_name(names):
-        raise DataError(f"{path}: must have columns of different names; got {repeated!r} more than once")
+        raise DataError(must(f"{path}:", "have columns of different names", f"{repeated!r} more than once"))
 
 
 def check_bytes(path: str, batch: pa.RecordBatch, mapped: pa.Buffer | None) -> None:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.read.json_records import from_json
 from verl_ext.text.records.messages import (
@@ -73,14 +74,14 @@ class Fields:
         """Read a field that must be a string."""
         value = self.take(name)
         if not isinstance(value, str):
-            raise BadRecord("non_string_content", f"{name} must be a string; got {type(value).__name__}")
+            raise BadRecord("non_string_content", must(name, "be a string", type(value).__name__))
         return value
 
     def messages(self, name: str, needs: str = "a list of messages") -> list[Any]:
         """Read a list, or its JSON text; errors say what it `needs`."""
         value = from_json(self.take(name), name)
         if not isinstance(value, list):
-            raise BadRecord("non_string_content", f"{name} must be {needs}; got {type(value).__name__}")
+            raise BadRecord("non_string_content", must(name, f"be {needs}", type(value).__name__))
         if not value:
             raise BadRecord("empty", f"{name} is empty")
         return value
@@ -145,7 +146,7 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
     thinking, name = fields.take("enable_thinking"), "chat_template_kwargs"
     given = from_json(fields.take(name) or {}, name)
     if not isinstance(given, dict):
-        raise BadRecord("bad_template_kwargs", f"{name} must be an object; got {short_text(given)}")
+        raise BadRecord("bad_template_kwargs", must(name, "be an object", short_text(given)))
     kwargs = {key: value for key, value in given.items() if value is not None}
     if reserved := RESERVED_TEMPLATE_KWARGS.intersection(kwargs):
         raise BadRecord("bad_template_kwargs", f"{name} must not set {', '.join(sorted(reserved))}")

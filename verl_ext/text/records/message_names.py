@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_ext.options import choice_problem, spell
+from verl_ext.options import choice_problem, must
 from verl_ext.text.read.bad_record import BadRecord, readable_value
 from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.records.messages import LEARN_FIELDS, OWN_ROLE, ROLES, TEMPLATE_FIELDS
@@ -67,8 +67,8 @@ class MessageNames:
         for name, role in self.roles.items():
             yield choice_problem(f"roles.{name}", role, KNOWN_ROLES)
         if len({name.lower() for name in self.roles}) < len(self.roles):
-            yield f"roles must have each name once, in any case; got {', '.join(self.roles)}"
+            yield must("roles", "have each name once, in any case", ", ".join(self.roles))
         for name, column in self.columns.items():
             yield choice_problem("a name in message_columns", name, MESSAGE_FIELDS)
             if column is not None and not (isinstance(column, str) and column):
-                yield f"message_columns.{name} must be a field's name, or null; got {spell(column)}"
+                yield must(f"message_columns.{name}", "be a field's name, or null", column)

@@ -24,6 +24,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.read.json_records import from_json, parse_json
 from verl_ext.text.read.readers import TextFile
@@ -180,7 +181,7 @@ class MessageReader:
 
     def _turn(self, raw: Any, where: str) -> Turn:
         if not isinstance(raw, dict):
-            raise BadRecord("non_string_content", f"{where} must be an object; got {type(raw).__name__}")
+            raise BadRecord("non_string_content", must(where, "be an object", type(raw).__name__))
         name, text = raw.get("role"), raw.get("content")
         role = ROLES.get(name, "function_call") if isinstance(name, str) else "function_call"
         if len(raw) == 2 and isinstance(text, str) and role != "function_call":  # as most messages are
@@ -253,20 +254,18 @@ class MessageReader:
         if isinstance(text, str):
             return text
         if not isinstance(text, list):
-            raise BadRecord("non_string_content", f"{where}: {name} must be text; got {type(text).__name__}")
+            raise BadRecord("non_string_content", must(f"{where}: {name}", "be text", type(text).__name__))
         parts: list[dict[str, Any]] = []
         for number, part in enumerate(text, start=1):
+            place = f"{where}: part {number} of {name}"
             if not isinstance(part, dict):
-                needed = f"must be an object with a text; got {type(part).__name__}"
-                raise BadRecord("non_string_content", f"{where}: part {number} of {name} {needed}")
+                raise BadRecord("non_string_content", must(place, "be an object with a text", type(part).__name__))
             if self._is_media(part, where):
                 continue
             if not isinstance(part.get("text"), str):
                 got = f"got {short_text(part['text'])}" if part.get("text") is not None else "it has none"
                 kind = f"(type {short_text(part['type'])}) " if "type" in part else ""
-                raise BadRecord(
-                    "non_string_content", f"{where}: part {number} of {name} {kind}must have a string in `text`; {got}"
-                )
+                raise BadRecord("non_string_content", f"{place} {kind}must have a string in `text`; {got}")
             parts.append(part)
         weights = [_learnt(dict(part), f"{where}: a part of {name}") for part in parts]
         if any(weight is not None for weight in weights):
@@ -349,21 +348,21 @@ def as_flag(value: Any, where: str, reason: str = "bad_weight") -> float:
     """Return 1 for true, 0 for false. Raises `BadRecord` for others."""
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return float(value)
-    raise BadRecord(reason, f"{where} must be true or false; got {short_text(value)}")
+    raise BadRecord(reason, must(where, "be true or false", short_text(value)))
 
 
 def _details(details: Any, length: int, where: str) -> list[Stretch]:
     """Read axolotl's `train_detail` for `length` characters; `end_offset` is inclusive."""
     details = from_json(details, where)
     if not isinstance(details, list) or not all(isinstance(detail, dict) for detail in details):
-        raise BadRecord("bad_weight", f"{where} must be a list of objects; got {short_text(details)}")
+        raise BadRecord("bad_weight", must(where, "be a list of objects", short_text(details)))
     stretches: list[Stretch] = []
     at = 0
     for detail in sorted(details, key=lambda detail: str(detail.get("begin_offset")).zfill(20)):
         begin, end = detail.get("begin_offset"), detail.get("end_offset")
         if type(begin) is not int or type(end) is not int or not at <= begin <= end or begin >= length:
-            needed = f"must have begin_offset <= end_offset in a text of {length} characters, and not overlap"
-            raise BadRecord("bad_weight", f"{where} {needed}; got {short_text(begin)} and {short_text(end)}")
+            needed = f"have begin_offset <= end_offset in a text of {length} characters, and not overlap"
+            raise BadRecord("bad_weight", must(where, needed, f"{short_text(begin)} and {short_text(end)}"))
         weight = _learnt(dict(detail), where)
         if weight is None:
             raise BadRecord("bad_weight", f"{where} must say for each range whether it is learnt, by train or weight")
@@ -377,5 +376,4 @@ def as_weight(value: Any, where: str) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and (value == 0 or FLOAT32[0] <= value <= FLOAT32[1]):
         return float(value)
-    needed = "must be a number that is at least 0 and fits in float32"
-    raise BadRecord("bad_weight", f"{where} {needed}; got {short_text(value)}")
+    raise BadRecord("bad_weight", must(where, "be a number that is at least 0 and fits in float32", short_text(value)))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.records.fields import LABEL, Fields, chat_of
 from verl_ext.text.records.messages import Chat, Message, PlainText, as_flag
@@ -86,7 +87,7 @@ def _ranked(fields: Fields, name: str, prompt: str) -> Preference:
     values = [_score(item.get(key)) for item in given]
     if None in values:
         got = short_text(given[values.index(None)].get(key))
-        raise BadRecord("bad_rank", f"the {key} of every answer in {name} must be finite; got {got}")
+        raise BadRecord("bad_rank", must(f"the {key} of every answer in {name}", "be finite", got))
     ranks = [sign * value for value in values if value is not None]
     order = sorted(range(len(given)), key=ranks.__getitem__)
     best = given[order[0]][key]
@@ -114,7 +115,7 @@ def labelled(fields: Fields, chat: Content) -> Preference:
     label = as_flag(_YES.get(label.lower(), label) if isinstance(label, str) else label, LABEL, "bad_label")
     if not isinstance(chat, Chat):
         got = "a text" if isinstance(chat, PlainText) else "several answers"
-        raise BadRecord("unknown_shape", f"{LABEL} must stand beside a prompt with its answer; got {got}")
+        raise BadRecord("unknown_shape", must(LABEL, "stand beside a prompt with its answer", got))
     last = max((at for at, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     return Preference((answer_after(chat, last + 1, "the record"),), (PREFERRED if label else REJECTED,))
 

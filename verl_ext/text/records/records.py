@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from verl_ext.options import choice_problem
+from verl_ext.options import choice_problem, must
 from verl_ext.text.read.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.read.json_records import TableRow, parse_json
 from verl_ext.text.read.readers import TextFile, read_record
@@ -213,18 +213,15 @@ def category_of(raw: Any, name: str) -> str | None:
         return None
     usable = isinstance(value, str) and len(value) <= LONGEST_CATEGORY and value.isprintable()
     if not usable:
-        raise BadRecord(
-            "bad_category",
-            f"{name} (category_field) must be a string of one line and at most {LONGEST_CATEGORY} characters,"
-            f" an integer of 64 bits or a bool; got {short_text(value)}",
-        )
+        needed = f"be a string of one line and at most {LONGEST_CATEGORY} characters, an integer of 64 bits or a bool"
+        raise BadRecord("bad_category", must(f"{name} (category_field)", needed, short_text(value)))
     return str(value)
 
 
 def column_problems(columns: Mapping[str, Any]) -> list[str]:
     """Return one line for every mistake in `columns`."""
     problems = [
-        f"columns.{name} must be a column's name, or null; got {column!r}"
+        must(f"columns.{name}", "be a column's name, or null", column)
         for name, column in columns.items()
         if column is not None and not (isinstance(column, str) and column)
     ]
@@ -232,5 +229,5 @@ def column_problems(columns: Mapping[str, Any]) -> list[str]:
     named = [name for name, column in columns.items() if column and name not in SIDE_FIELDS]
     if not problems and not any(shape.names.issuperset(named) for shape in ALL_SHAPES):
         shapes = " | ".join(map(str, ALL_SHAPES))
-        problems.append(f"columns must name fields of one shape of {shapes}; got {', '.join(named)}")
+        problems.append(must("columns", f"name fields of one shape of {shapes}", ", ".join(named)))
     return problems

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, readable_value
 from verl_ext.text.read.json_records import from_json
 from verl_ext.text.read.readers import TextFile
@@ -102,8 +103,9 @@ def read_content(fields: Fields, mapped: list[str], shapes: Sequence[Shape]) -> 
     fitting = [(shape, own) for shape, own in fitting if not any(set(own) < set(other) for _, other in fitting)]
     for shape, names in fitting:
         if nulls := [name for name in names if name in fields.nulls]:
-            needed = f"{' and '.join(names)} must have values, or null_fields=absent read the record without them"
-            raise BadRecord("no_pair" if shape.own else "null_field", f"{needed}; got null in {' and '.join(nulls)}")
+            needed = "have values, or null_fields=absent read the record without them"
+            line = must(" and ".join(names), needed, f"null in {' and '.join(nulls)}")
+            raise BadRecord("no_pair" if shape.own else "null_field", line)
     if len(fitting) > 1 and len({_result(shape, fields, names) for shape, names in fitting}) > 1:
         fits = " and ".join("+".join(names) for _, names in fitting)
         got = f"the record fits {fits}, which differ"
@@ -150,7 +152,7 @@ def _squad(fields: Fields, question: str, answers: str) -> Chat:
     found = from_json(fields.take(answers), answers)
     texts = found.get("text") if isinstance(found, dict) else None
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise BadRecord("non_string_content", f'{answers} must be {{"text": [strings]}}; got {type(found).__name__}')
+        raise BadRecord("non_string_content", must(answers, 'be {"text": [strings]}', type(found).__name__))
     return _answered(fields, question, answers, texts[0] if texts else "")
 
 

@@ -7,6 +7,7 @@ tool        {"type": "function", "function": {"name": "f", "parameters": {…}}}
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.read.json_records import from_json, parse_json
 
@@ -36,7 +37,7 @@ def read_calls(raw: Any, where: str) -> tuple[list[dict[str, Any]], dict[int, st
         given = function.get("arguments")
         others = [key for key in function.keys() - _FIELDS if function[key] is not None]
         if given is None and others and "arguments" in function:
-            raise BadRecord("bad_arguments", f"{place} must be a JSON object; got null beside {', '.join(others)}")
+            raise BadRecord("bad_arguments", must(place, "be a JSON object", f"null beside {', '.join(others)}"))
         if given is not None or not others:  # otherwise the template may read those others, such as `parameters`
             function = {**function, "arguments": _arguments(given, place)}
             if isinstance(given, str) and function["arguments"]:
@@ -56,7 +57,7 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise BadRecord("bad_arguments", f"{where} must be a JSON object; got {short_text(given)}{why}")
+        raise BadRecord("bad_arguments", must(where, "be a JSON object", f"{short_text(given)}{why}"))
     return value
 
 

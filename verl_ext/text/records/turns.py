@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.read.json_records import from_json, parse_json
 from verl_ext.text.records.fields import Fields
@@ -54,8 +55,8 @@ def question_turns(question: str, fields: Fields, has_context: bool = True) -> l
         return [{"role": "user", "content": question}]
     context = fields.take("context", "")
     if not isinstance(context, str):
-        got = f"got {type(context).__name__}; columns={{context: null}} leaves it out"
-        raise BadRecord("non_string_content", f"context must be a string; {got}")
+        got = f"{type(context).__name__}; columns={{context: null}} leaves it out"
+        raise BadRecord("non_string_content", must("context", "be a string", got))
     if context.strip():
         question = f"{context}\n\n{question}"
     return [*_history(fields), {"role": "user", "content": question}]
@@ -98,8 +99,8 @@ def answer_turns(value: Any, name: str) -> list[Message]:
         return [{"role": "assistant", "content": value}]
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        needed = "must be a text, a message or a list of messages"
-        raise BadRecord("non_string_content", f"{name} {needed}; got {short_text(value)}")
+        line = must(name, "be a text, a message or a list of messages", short_text(value))
+        raise BadRecord("non_string_content", line)
     if not turns:
         raise BadRecord("empty", f"{name} is empty")
     return turns

@@ -8,7 +8,7 @@ The pieces decide how the token's rows of the embeddings and of the head begin (
 from collections.abc import Sequence
 from typing import Any
 
-from verl_ext.options import UsageError, spell
+from verl_ext.options import UsageError, must, spell
 
 KEYS = ("model.new_tokens", "model.new_special_tokens")
 
@@ -39,12 +39,12 @@ def add_tokens(tokenizer: Any, new: Sequence[str], special: Sequence[str], path:
     vocabulary, problems = tokenizer.get_vocab(), []
     for number, (key, token) in enumerate(given):
         if not token:
-            problems.append(f"{key} must hold texts of at least a character; got ''")
+            problems.append(must(key, "hold texts of at least a character", ""))
         elif token in (earlier for _, earlier in given[:number]):
-            problems.append(f"{' and '.join(KEYS)} must name each token once; got {token} twice")
+            problems.append(must(" and ".join(KEYS), "name each token once", f"{token} twice"))
         elif token in vocabulary:
             problems.append(
-                f"{key} must name tokens that the tokenizer lacks; got {token}, its token {vocabulary[token]}"
+                must(key, "name tokens that the tokenizer lacks", f"{token}, its token {vocabulary[token]}")
             )
     if problems:
         raise UsageError("\n".join(dict.fromkeys(problems)))
@@ -58,11 +58,11 @@ def add_tokens(tokenizer: Any, new: Sequence[str], special: Sequence[str], path:
         alone = [tokenizer(token, add_special_tokens=False)["input_ids"] for _, token in given]
     except (AttributeError, NotImplementedError) as error:  # mistral-common's tokenizers have no added tokens
         kind = type(tokenizer).__name__
-        raise UsageError(f"{given[0][0]} must be [] with a {kind}, which takes none; got {given[0][1]}") from error
+        raise UsageError(must(given[0][0], f"be [] with a {kind}, which takes none", given[0][1])) from error
     for (key, token), number, read in zip(given, ids, alone, strict=True):
         if read.count(number) != 1 or number in vocabulary.values():
-            got = f"got {spell(token)}, which {path} reads as {read}"
-            raise UsageError(f"{key} must hold tokens that the tokenizer reads as one; {got}")
+            got = f"{spell(token)}, which {path} reads as {read}"
+            raise UsageError(must(key, "hold tokens that the tokenizer reads as one", got))
     unknown = tokenizer.unk_token_id
     return {number: [id_ for id_ in old if id_ != unknown] for number, old in zip(ids, pieces, strict=True)}
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_ext.options import Options, UsageError, first_line, option, reason_of
+from verl_ext.options import Options, UsageError, first_line, must, option, reason_of
 from verl_ext.text.tokens.new_tokens import NEW_SPECIAL_TOKENS, NEW_TOKENS, add_tokens
 
 # The modules that load_tokenizer may import; the one with torch takes seconds.
@@ -51,7 +51,7 @@ class ModelOptions(Options):
     def tokenizer_problems(self) -> list[str]:
         """Return a line if the tokenizer is neither a folder nor a Hub name."""
         if not self.tokenizer:
-            return ["model.path must name a model or tokenizer folder; got nothing"]
+            return [must("model.path", "name a model or tokenizer folder", "nothing")]
         return tokenizer_path_problems(self.tokenizer, self.tokenizer_key)
 
 
@@ -59,7 +59,7 @@ def tokenizer_path_problems(path: str, key: str) -> list[str]:
     """Return a line if a path is neither a folder nor a Hub name."""
     if os.path.isdir(path) or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
         return []
-    return [f"{key} must be a folder that exists; got {path}"]
+    return [must(key, "be a folder that exists", path)]
 
 
 def read_template(template: str, key: str, folder: str | None = None) -> str:
@@ -71,22 +71,22 @@ def read_template(template: str, key: str, folder: str | None = None) -> str:
     if "{" in template or "\n" in template:
         return template
     path = template if folder is None else _named_template(template, key, folder)
-    needed = f"{key} must be a Jinja template"
+    needed = "be a Jinja template"
     try:
         if os.path.exists(path) and not os.path.isfile(path):
-            raise UsageError(f"{needed} or a file with one; got {path}, which is not a regular file")
+            raise UsageError(must(key, f"{needed} or a file with one", f"{path}, which is not a regular file"))
         if (size := os.path.getsize(path)) > LONGEST_TEMPLATE:
-            raise UsageError(f"{needed} of at most {LONGEST_TEMPLATE:,} bytes; got {path} of {size:,} bytes")
+            raise UsageError(must(key, f"{needed} of at most {LONGEST_TEMPLATE:,} bytes", f"{path} of {size:,} bytes"))
         return Path(path).read_text(encoding="utf-8")
     except UsageError:
         raise
     except UnicodeDecodeError as error:
-        raise UsageError(f"{key} must be UTF-8; got {path}, whose byte {error.start + 1} is not") from error
+        raise UsageError(must(key, "be UTF-8", f"{path}, whose byte {error.start + 1} is not")) from error
     except (OSError, ValueError) as error:
         why = reason_of(error) if isinstance(error, OSError) else first_line(error)
         if folder is None and re.fullmatch(r"[\w-]+", path):
             why += "; chat_templates=FOLDER would find NAME.jinja there"
-        raise UsageError(f"{needed} or a file that exists; got {path[:200]}: {why}") from error
+        raise UsageError(must(key, f"{needed} or a file that exists", f"{path[:200]}: {why}")) from error
 
 
 def _named_template(name: str, key: str, folder: str) -> str:
@@ -97,13 +97,13 @@ def _named_template(name: str, key: str, folder: str) -> str:
         found = Path((spec.submodule_search_locations or [""])[0], below)  # without an import of the package
     files = {file.stem: str(file) for file in sorted(found.glob("*.jinja"))}
     if not files:
-        needed = "chat_templates must be a folder with NAME.jinja files, or package:folder of an installed package"
-        raise UsageError(f"{needed}; got {folder}")
+        needed = "be a folder with NAME.jinja files, or package:folder of an installed package"
+        raise UsageError(must("chat_templates", needed, folder))
     if name in files or os.path.isfile(name):
         return files.get(name, name)
     near = ", ".join(get_close_matches(name, files, n=_NEAR, cutoff=0.4)) or ", ".join(list(files)[:_NEAR])
-    needed = f"{key} must be one of the {len(files)} names in chat_templates={folder}"
-    raise UsageError(f"{needed}; got {name} (nearest: {near})")
+    needed = f"be one of the {len(files)} names in chat_templates={folder}"
+    raise UsageError(must(key, needed, f"{name} (nearest: {near})"))
 
 
 def check_template(template: str, named: str, key: str) -> None:
@@ -115,7 +115,7 @@ def check_template(template: str, named: str, key: str) -> None:
         render_jinja_template([[{"role": "user", "content": "hello"}]], chat_template=template)
     except TemplateSyntaxError as error:
         line = f"line {error.lineno}: {error.message}"
-        raise UsageError(f"{key} must be a Jinja template; got {named}, {line}") from error
+        raise UsageError(must(key, "be a Jinja template", f"{named}, {line}")) from error
     except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return  # the template may need fields that this chat lacks
 
@@ -155,7 +155,7 @@ def read_tokenizer(path: str, key: str, *, trust_remote_code: bool = False) -> A
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # files that are not a tokenizer's fail in many ways
-        raise UsageError(f"{key} must hold a tokenizer; got {path}: {first_line(error)}") from error
+        raise UsageError(must(key, "hold a tokenizer", f"{path}: {first_line(error)}")) from error
     check_tokenizer(tokenizer, path, key)
     return tokenizer
 
@@ -199,7 +199,7 @@ def check_tokenizer(tokenizer: Any, path: str, key: str = "model.path") -> None:
     tokens = sorted(map(str, vocabulary))
     shown = ", ".join(tokens[:5]) + (", …" if len(tokens) > 5 else "")
     found = f"which has none: only tokens that are not text, {shown}" if tokens else "which has none"
-    raise UsageError(f"{key} must hold a tokenizer; got {path}, {found}")
+    raise UsageError(must(key, "hold a tokenizer", f"{path}, {found}"))
 
 
 def tokenizer_facts(tokenizer: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.data.families.babilong_answers import TASK_LABELS
 from verl_ext.files import OutputFolder
-from verl_ext.options import choice_problem, option, spell
+from verl_ext.options import choice_problem, must, option
 from verl_ext.progress import progress_bar
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer, tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results
@@ -82,19 +82,19 @@ class BabilongOptions(OutputOptions):
         """Yield a line for every mistake that is visible without a tokenizer."""
         for key, values in (("tasks", self.tasks), ("sizes", self.sizes)):
             if len(set(map(str, values))) < len(values):
-                yield f"{key} must name nothing twice; got {values}"
+                yield must(key, "name nothing twice", values)
         yield from (choice_problem("tasks", task, babi.TASKS) for task in self.tasks)
         if self.stories is None and (others := sorted(set(self.tasks) & set(babi.TASKS[len(TASKS) :]))):
-            yield f"tasks must be of {', '.join(TASKS)} unless stories names bAbI's own files; got {', '.join(others)}"
+            yield must("tasks", f"be of {', '.join(TASKS)} unless stories names bAbI's own files", ", ".join(others))
         for key, folder, of in (("stories", self.stories, "bAbI's"), ("background", self.background, ".txt")):
             if folder is not None and not os.path.isdir(folder):
-                yield f"{key} must be a folder of {of} files that exists; got {spell(folder)}"
+                yield must(key, f"be a folder of {of} files that exists", folder)
         for size in self.sizes:
             tokens = size_tokens(size)
             if tokens is None:
-                yield f"sizes must be like 0k, 32k, 1M or a number of tokens; got {spell(size)}"
+                yield must("sizes", "be like 0k, 32k, 1M or a number of tokens", size)
             elif 0 < tokens <= self.reserve_tokens:
-                yield f"sizes must be above reserve_tokens ({self.reserve_tokens}), or 0k; got {size}"
+                yield must("sizes", f"be above reserve_tokens ({self.reserve_tokens}), or 0k", size)
         yield from self.output_problems(
             "background, stories, tokenizer", self.model.path, self.model.tokenizer_path, self.background, self.stories
         )
@@ -104,8 +104,7 @@ class BabilongOptions(OutputOptions):
         if isinstance(within, list) and len(within) == 2:
             is_range = all(type(token) is int for token in within) and 0 <= within[0] < within[1]
         if not is_range:
-            must = "facts_within must be null, a share above 0 and at most 1, or [first token, end token]"
-            yield f"{must}; got {spell(within)}"
+            yield must("facts_within", "be null, a share above 0 and at most 1, or [first token, end token]", within)
 
 
 def write_samples(options: BabilongOptions) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 from verl_ext.text.chat.special_tokens import as_plain_text
 from verl_ext.tools.babilong.babi import Sample, utf8_text
 from verl_ext.tools.babilong.stories import StoryOptions, make_story
@@ -112,10 +112,8 @@ def folder_background(folder: str, counter: TokenCounter) -> Background:
     sentences = [each for file in files for each in split_sentences(utf8_text(file, "background"))[1:-1]]
     background = Background(sentences, counter, is_prose=True)
     if not background.sentences:
-        raise UsageError(
-            f"background must hold a sentence of {MIN_TOKENS} tokens or more beside the first and last of its file;"
-            f" got none in {len(files):,} .txt files of {folder}"
-        )
+        needed = f"hold a sentence of {MIN_TOKENS} tokens or more beside the first and last of its file"
+        raise UsageError(must("background", needed, f"none in {len(files):,} .txt files of {folder}"))
     return background
 
 
@@ -182,10 +180,9 @@ class SampleMaker:
         if self.questions is not None:
             if number < len(self._fitting):
                 return self._fitting[number]
-            raise UsageError(
-                f"samples must be at most {len(self._fitting):,}, the questions of {self.task}'s file whose facts fit"
-                f" into size {self.size} (of {len(self.questions):,}); got {number + 1:,} or more"
-            )
+            fitting = f"the questions of {self.task}'s file whose facts fit into size {self.size}"
+            needed = f"be at most {len(self._fitting):,}, {fitting} (of {len(self.questions):,})"
+            raise UsageError(must("samples", needed, f"{number + 1:,} or more"))
         story, question = divmod(number, self.story.questions_of(self.task))
         tried: list[Sample] = []
         for attempt in range(STORIES_TRIED):
@@ -197,11 +194,10 @@ class SampleMaker:
         key = "sizes" if self.facts_within is None else "facts_within"
         if fewest > self.max_facts and self.story.max_facts is not None:
             key = "story.max_facts"
-        raise UsageError(
-            f"{key} must leave room for question {question + 1} of a {self.task} story, which needs {fewest}"
-            f" facts and {least_tokens} tokens or more; got at most {self.max_facts} facts in {self.room} tokens"
-            f" (size {self.size}, reserve_tokens {self.reserve_tokens})"
-        )
+        of_story = f"question {question + 1} of a {self.task} story"
+        needed = f"leave room for {of_story}, which needs {fewest} facts and {least_tokens} tokens or more"
+        of_size = f"(size {self.size}, reserve_tokens {self.reserve_tokens})"
+        raise UsageError(must(key, needed, f"at most {self.max_facts} facts in {self.room} tokens {of_size}"))
 
     @cached_property
     def _fitting(self) -> list[Sample]:
@@ -227,8 +223,8 @@ class SampleMaker:
         rng = self._rng("background", number - number % of_text)
         draws = sorted(rng.random() for _ in facts)  # sorted, so that facts keep their order
         overhead, fact_tokens = self.counter.overhead, self._tokens(facts)
-        must = "facts_within must hold the start of a background sentence; none found in tokens"
-        must += f" [{self.first}, {self.end}]"
+        within = f"[{self.first}, {self.end}]"
+        problem = f"facts_within must hold the start of a background sentence; none found in tokens {within}"
         for _ in range(WALKS_TRIED):
             walk = self.background.walk(rng, self.target)
             ends = np.cumsum(self.background.tokens[walk])
@@ -241,7 +237,7 @@ class SampleMaker:
                 places = np.flatnonzero((before.clip(0) >= self.first) & (before + fact_tokens <= self.end))
                 if not len(places):
                     break
-                must = f"no text of exactly {self.target} tokens was found with this tokenizer and background"
+                problem = f"no text of exactly {self.target} tokens was found with this tokenizer and background"
                 *units, last = (self.background.sentences[index] for index in walk[: whole + 1])
                 piece = cut_to(last, int(before[-1] - before[-2]), self.counter)
                 if piece is None:
@@ -254,7 +250,7 @@ class SampleMaker:
                 if not excess:
                     return text
                 room -= excess
-        raise UsageError(f"{must} (task {self.task}, size {self.size}, sample {number})")
+        raise UsageError(f"{problem} (task {self.task}, size {self.size}, sample {number})")
 
 
 def cut_to(sentence: str, tokens: int, counter: TokenCounter) -> str | None:

@@ -22,7 +22,7 @@ from hashlib import blake2b
 from typing import Any, ClassVar
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import DataError, Options, UsageError, first_line, nearest_hint, one_line, option
+from verl_ext.options import DataError, Options, UsageError, first_line, must, nearest_hint, one_line, option
 from verl_ext.redaction import redacted_text
 from verl_ext.tools.endpoint.answer import (
     DONE,
@@ -95,11 +95,11 @@ class EndpointOptions(Options):
     def endpoint_problems(self) -> Iterable[str]:
         """Yield a line for each unusable address, model, or key variable."""
         if not self.base_url or not re.match(r"https?://[^/]", self.base_url):
-            yield f"{self.prefix}.base_url must be a URL, http://HOST:PORT/v1; got {self.base_url or 'nothing'}"
+            yield must(f"{self.prefix}.base_url", "be a URL, http://HOST:PORT/v1", self.base_url or "nothing")
         if not self.model:
-            yield f"{self.prefix}.model must name a model of the server; got nothing"
+            yield must(f"{self.prefix}.model", "name a model of the server", "nothing")
         if not re.fullmatch(r"[A-Za-z_]\w*", self.key_variable) or self.key_variable.startswith("sk-"):
-            yield f"{self.prefix}.key_variable must be the name of an environment variable; got something else"
+            yield must(f"{self.prefix}.key_variable", "be the name of an environment variable", "something else")
 
 
 @dataclass(frozen=True)
@@ -302,12 +302,12 @@ class Client:
         if status == 401:
             raise UsageError(self._key_problem(line))
         if status == 403:  # a key without the right, or a country, an address or a project that is not admitted
-            needed = f"{options.prefix}.base_url must admit requests with the key in {options.key_variable}"
-            raise UsageError(f"{needed}; got {options.base_url}: {line}")
+            needed = f"admit requests with the key in {options.key_variable}"
+            raise UsageError(must(f"{options.prefix}.base_url", needed, f"{options.base_url}: {line}"))
         if status == 404:
             hint = nearest_hint(str(options.model), [name for name in self.models or () if name != options.model])
-            got = f"got {options.model}{hint} at {options.base_url}: {line}"
-            raise UsageError(f"{options.prefix}.model must be a model of the server, base_url its /v1; {got}")
+            got = f"{options.model}{hint} at {options.base_url}: {line}"
+            raise UsageError(must(f"{options.prefix}.model", "be a model of the server, and base_url its /v1", got))
         if status == 413 or (status in (400, 422) and _TOO_LONG.search(message) and not _BAD_FIELD.search(message)):
             return Answer(TOO_LONG, reason=line)
         return Answer(FAILED, reason=line)
@@ -338,8 +338,8 @@ class Client:
             if error.status_code == 401:
                 raise UsageError(self._key_problem(f"status 401: {self._message(error)}")) from error
         except APIConnectionError as error:
-            needed = f"{options.prefix}.base_url must be a server that answers"
-            raise DataError(f"{needed}; got {options.base_url}: {_cause(error)}") from error
+            got = f"{options.base_url}: {_cause(error)}"
+            raise DataError(must(f"{options.prefix}.base_url", "be a server that answers", got)) from error
         except (ValueError, LookupError, TypeError):
             pass
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from verl_ext.options import UsageError, choice_problem, first_line, reason_of, refuse, spell
+from verl_ext.options import UsageError, choice_problem, first_line, must, reason_of, refuse
 from verl_ext.progress import four_digits, progress_bar
 from verl_ext.tools.endpoint.answer import Usage
 from verl_ext.tools.endpoint.client import Client, EndpointOptions
@@ -42,9 +42,9 @@ def read_price(options: EndpointOptions) -> Price | None:
         table = yaml.safe_load(Path(options.prices).read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = reason_of(error) if isinstance(error, OSError) else first_line(error)
-        raise UsageError(f"{key} must be a YAML file of prices; got {options.prices}: {why}") from error
+        raise UsageError(must(key, "be a YAML file of prices", f"{options.prices}: {why}")) from error
     if not isinstance(table, Mapping) or not all(isinstance(entry, Mapping) for entry in table.values()):
-        raise UsageError(f"{key} must map models to their prices, {{MODEL: {{input: 2.5, output: 10}}}}; got {table!r}")
+        raise UsageError(must(key, "map models to their prices, {MODEL: {input: 2.5, output: 10}}", repr(table)))
     try:
         refuse([choice_problem(f"{key}: the model", options.model, map(str, table))])
         entry = {"cached": table[options.model].get("input"), **table[options.model]}
@@ -52,7 +52,7 @@ def read_price(options: EndpointOptions) -> Price | None:
         for name in _KINDS:
             value = entry.get(name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise ValueError(f"{key}.{options.model}.{name} must be a number of at least 0; got {spell(value)}")
+                raise ValueError(must(f"{key}.{options.model}.{name}", "be a number of at least 0", value))
     except ValueError as error:
         raise UsageError(f"{first_line(error)}, in {options.prices}") from error
     return Price(*(float(entry[name]) for name in _KINDS))

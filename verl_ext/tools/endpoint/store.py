@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from verl_ext.files import writable_problem
-from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.options import DataError, UsageError, first_line, must
 from verl_ext.tools.endpoint.answer import KEPT, Answer, Usage
 
 VERSION = 1
@@ -121,10 +121,10 @@ class Store:
             for statement in _TABLES:
                 self._database.execute(statement)
         elif application != _APPLICATION:
-            raise UsageError(f"{self._key} must be a file of answers, or a new one; got {self.path}: another database")
+            raise UsageError(must(self._key, "be a file of answers, or a new one", f"{self.path}: another database"))
         elif version != VERSION:
-            got = f"got {self.path} of version {version}"
-            raise UsageError(f"{self._key} must be a file of answers of version {VERSION}, or a new one; {got}")
+            needed = f"be a file of answers of version {VERSION}, or a new one"
+            raise UsageError(must(self._key, needed, f"{self.path} of version {version}"))
 
     def _lock_file(self, owner: str) -> Path:
         return self.path.with_name(f"{self.path.name}.{owner}.lock")
@@ -159,5 +159,5 @@ class Store:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            needed = f"{self._key} must be a file of answers that can be read and written"
-            raise DataError(f"{needed}; got {self.path}: {first_line(error)}") from error
+            needed = "be a file of answers that can be read and written"
+            raise DataError(must(self._key, needed, f"{self.path}: {first_line(error)}")) from error

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.files import OutputFolder, follow_umask, write_json
-from verl_ext.options import REQUIRED, choice_problem, option, spell
+from verl_ext.options import REQUIRED, choice_problem, must, option
 from verl_ext.text.tokens.tokenizer import read_tokenizer, tokenizer_path_problems
 from verl_ext.tools.init_model.model import PRESETS, TOKEN_IDS, config_file, count_parameters, meta_model, random_model
 from verl_ext.tools.init_model.tokenizer import TokenizerOptions, TrainingText, trained_tokenizer
@@ -41,15 +41,15 @@ class InitModelOptions(OutputOptions):
         model = None if self.model in PRESETS else self.model
         yield from self.output_problems("the model, a tokenizer, its text", model, path, *patterns)
         for key in sorted(GIVEN_KEYS & self.config.keys()):
-            yield f"config must not set {key}, which model, dtype or the tokenizer gives; got {spell(self.config[key])}"
+            yield must("config", f"not set {key}, which model, dtype or the tokenizer gives", self.config[key])
         if bool(path) == bool(patterns):
             got = f"{path} and {patterns}" if path else "neither"
-            yield f"exactly one of tokenizer.path and tokenizer.train_on must be given; got {got}"
+            yield must("exactly one of tokenizer.path and tokenizer.train_on", "be given", got)
         elif path:
             yield from tokenizer_path_problems(path, "tokenizer.path")
             for name in self.tokenizer.changed().keys() - {"path"}:
-                must = f"tokenizer.{name} must be left out with tokenizer.path, which is copied as it is"
-                yield f"{must}; got {spell(getattr(self.tokenizer, name))}"
+                needed = "be left out with tokenizer.path, which is copied as it is"
+                yield must(f"tokenizer.{name}", needed, getattr(self.tokenizer, name))
 
 
 def init_model(options: InitModelOptions) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.options import UsageError, first_line, leaves, nearest_hint, spell, unknown
+from verl_ext.options import UsageError, first_line, leaves, must, nearest_hint, spell, unknown
 
 PRESETS = {file.stem: file for file in sorted(Path(__file__).with_name("presets").glob("*.yaml"))}
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -37,7 +37,7 @@ def _read_fields(model: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"model must hold a config.json that can be read; got {file}: {first_line(error)}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise UsageError(f"model must be a config.json with a model_type; got {file}, which has none")
+        raise UsageError(must("model", "be a config.json with a model_type", f"{file}, which has none"))
     return {key: value for key, value in fields.items() if key not in (*_NOT_TAKEN, *TOKEN_IDS)}
 
 
@@ -56,8 +56,8 @@ def meta_model(model: str, changes: Mapping[str, Any], dtype: str, num_tokens: i
 
     fields = _read_fields(model)
     if (kind := fields["model_type"]) not in CAUSAL:
-        must = "model must be a causal language model that transformers has"
-        raise UsageError(f"{must}; got model_type {kind}{nearest_hint(kind, CAUSAL)}")
+        got = f"model_type {kind}{nearest_hint(kind, CAUSAL)}"
+        raise UsageError(must("model", "be a causal language model that transformers has", got))
     # transformers takes an unknown key without a word, and a rope_theta beside rope_parameters without effect.
     cls = CONFIG_MAPPING[kind]
     known = {*cls.__dataclass_fields__, *cls.attribute_map, *fields}
@@ -84,8 +84,8 @@ def meta_model(model: str, changes: Mapping[str, Any], dtype: str, num_tokens: i
     except Exception as error:  # transformers has many errors, some of several lines
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         keys = ", ".join(f"config.{key}={spell(value)}" for key, value in leaves(changes)) or "none of its own"
-        must = f"config must have values of which transformers can build a {kind}"
-        raise UsageError(f"{must}; got {keys} ({reason})") from error
+        needed = f"have values of which transformers can build a {kind}"
+        raise UsageError(must("config", needed, f"{keys} ({reason})")) from error
     if problems:
         raise UsageError("; ".join(problems))
     return planned
@@ -97,24 +97,24 @@ def _problems(model: Any, dtype: str, num_tokens: int) -> Iterator[str]:
 
     config = model.config
     sizes = {name: value for name in _SIZES if isinstance(value := getattr(config, name, None), int)}
-    yield from (f"config.{name} must be at least 1; got {value}" for name, value in sizes.items() if value < 1)
+    yield from (must(f"config.{name}", "be at least 1", value) for name, value in sizes.items() if value < 1)
     if sizes.get("vocab_size", num_tokens) < num_tokens:
-        must = f"config.vocab_size must be at least the tokenizer's {num_tokens:,}, or null for as many"
-        yield f"{must}; got {config.vocab_size:,}"
+        needed = f"be at least the tokenizer's {num_tokens:,}, or null for as many"
+        yield must("config.vocab_size", needed, f"{config.vocab_size:,}")
     heads, kv_heads = sizes.get("num_attention_heads", 0), sizes.get("num_key_value_heads", 0)
     if kv_heads and heads % kv_heads:
-        yield f"config.num_attention_heads must be divisible by config.num_key_value_heads ({kv_heads}); got {heads}"
+        yield must("config.num_attention_heads", f"be divisible by config.num_key_value_heads ({kv_heads})", heads)
     head_dim = sizes.get("head_dim") or sizes.get("hidden_size", 0) // max(heads, 1)
     if getattr(config, "rope_parameters", None) and head_dim % 2:
-        yield f"config.head_dim must be even for rotary positions; got {head_dim}"
+        yield must("config.head_dim", "be even for rotary positions", head_dim)
     spread = getattr(config, "initializer_range", None)
     if isinstance(spread, int | float) and not 0 <= spread < math.inf:
-        yield f"config.initializer_range must be at least 0 and finite; got {spread}"
+        yield must("config.initializer_range", "be at least 0 and finite", spread)
     # The system kills a process that fills the memory without a word. Weights are drawn in float32.
     needed, free = model.num_parameters() * (4 if dtype == "float32" else 6), available_memory()
     if needed > free:
         got = f"{needed / 2**30:,.1f} GiB with dtype={dtype} and {free / 2**30:,.1f} GiB"
-        yield f"config must make a model whose weights fit into memory; got {got}"
+        yield must("config", "make a model whose weights fit into memory", got)
 
 
 def random_model(config: Any, seed: int, dtype: str) -> Any:

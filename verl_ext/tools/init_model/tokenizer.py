@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import as_list, is_names
-from verl_ext.options import DataError, Options, option, spell
+from verl_ext.options import DataError, Options, must, option
 from verl_ext.progress import progress_bar
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import read_chunks, read_record, text_blocks
@@ -62,13 +62,13 @@ class TokenizerOptions(Options):
     def problems(self) -> Iterator[str]:
         """Yield a line for every mistake visible without opening a text."""
         if self.train_on != [] and not is_names(self.train_on):
-            yield f"tokenizer.train_on must be a path, a glob or a list of them; got {spell(self.train_on)}"
+            yield must("tokenizer.train_on", "be a path, a glob or a list of them", self.train_on)
         for name in (*NAMED_TOKENS, "special_tokens"):
             if "" in (as_list(getattr(self, name)) or ()):
-                yield f"tokenizer.{name} must hold no empty text; got {spell(getattr(self, name))}"
+                yield must(f"tokenizer.{name}", "hold no empty text", getattr(self, name))
         if self.vocab_size < (least := 256 + len(self.all_special_tokens)):
-            must = f"tokenizer.vocab_size must be at least {least}, the 256 bytes and the special tokens"
-            yield f"{must}; got {self.vocab_size}"
+            needed = f"be at least {least}, the 256 bytes and the special tokens"
+            yield must("tokenizer.vocab_size", needed, self.vocab_size)
 
 
 class TrainingText:
@@ -91,7 +91,7 @@ class TrainingText:
                 bar.update(num_bytes)
                 yield text
         if not self.characters:
-            raise DataError(f"tokenizer.train_on must hold text; got none in {', '.join(self.patterns)}")
+            raise DataError(must("tokenizer.train_on", "hold text", f"none in {', '.join(self.patterns)}"))
 
     def _texts(self, file: SourceFile) -> Iterator[tuple[str, int]]:
         """Yield each text of a file, maybe empty, and the bytes read."""
@@ -113,7 +113,7 @@ def training_texts(record: dict[str, Any], text_key: str) -> list[str]:
     """Return a record's field `text_key`, or else its chat's messages."""
     if (text := record.get(text_key)) is not None:
         if not isinstance(text, str):
-            raise BadRecord("non_string_content", f"{text_key} must be a string; got {type(text).__name__}")
+            raise BadRecord("non_string_content", must(text_key, "be a string", type(text).__name__))
         return [text]
     try:
         content = parse_record(record, drop_nulls=True).content

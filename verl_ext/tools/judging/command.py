@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.files import OutputFolder, write_json
-from verl_ext.options import REQUIRED, DataError, option
+from verl_ext.options import REQUIRED, DataError, must, option
 from verl_ext.overrides import quoted
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.endpoint.client import Client, EndpointOptions
@@ -97,23 +97,23 @@ class JudgeOptions(OutputOptions):
         """Yield a line for each mistake visible without a server."""
         yield from self.output_problems("the cases", self.cases)
         if not (self.models or self.predictions or self.endpoint.base_url):
-            yield "models, predictions or endpoint.base_url must name a model to judge; got none of them"
+            yield must("models, predictions or endpoint.base_url", "name a model to judge", "none of them")
         if self.endpoint.base_url or self.endpoint.model:
             yield from self.endpoint.endpoint_problems()
         if self.judge.base_url or self.judge.model or TASKS[self.task].needs_judge:
             yield from self.judge.endpoint_problems()
         if self.judge_prompt is not None and not Path(self.judge_prompt).is_file():
-            yield f"judge_prompt must be an existing file; got {self.judge_prompt}"
+            yield must("judge_prompt", "be an existing file", self.judge_prompt)
         if self.task == "longbench_chat" and self.chat.shots is None:
-            yield "chat.shots must be the benchmark's few_shots.json; got nothing"
+            yield must("chat.shots", "be the benchmark's few_shots.json", "nothing")
         if self.task == "needle" or (self.task == "longbench_chat" and self.chat.max_prompt_tokens):
             yield from self.model.tokenizer_problems()
         if not os.path.exists(self.cases):
-            yield f"cases must be a file or a folder of yours, none is shipped; got {self.cases}"
+            yield must("cases", "be a file or a folder of yours, none is shipped", self.cases)
         names = [*self.models, *self.predictions, *([str(self.endpoint.model)] if self.endpoint.base_url else [])]
         for name in names:
             if names.count(name) > 1 or ("/" in name and name != self.endpoint.model):
-                yield f"models and predictions must have names of their own, without a slash; got {name}"
+                yield must("models and predictions", "have names of their own, without a slash", name)
 
 
 def judge(options: JudgeOptions) -> str:

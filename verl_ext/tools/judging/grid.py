@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.files import OutputFolder, write_json
-from verl_ext.options import REQUIRED, DataError, option
+from verl_ext.options import REQUIRED, DataError, must, option
 from verl_ext.tables import as_text, pivot
 from verl_ext.tools.judging.figures import Figure, seed_figure
 from verl_ext.tools.judging.run import shown
@@ -38,10 +38,10 @@ class GridOptions(OutputOptions):
         """Yield a line for each folder that is not a judgement."""
         yield from self.output_problems("the judgements", *self.judged)
         if not self.judged:
-            yield "judged must name a folder that verl-ext judge wrote; got []"
+            yield must("judged", "name a folder that verl-ext judge wrote", self.judged)
         for number, folder in enumerate(self.judged):
             if Path(folder).resolve() in [Path(other).resolve() for other in self.judged[:number]]:
-                yield f"judged must name each seed's folder once; got {folder} twice"
+                yield must("judged", "name each seed's folder once", f"{folder} twice")
             if not Path(folder, RESULTS).is_file():
                 yield f"judged must name folders that verl-ext judge wrote; {folder} has no {RESULTS}"
 
@@ -66,10 +66,10 @@ def grid(options: GridOptions) -> str:
     seeds = [each.models for each in judged]
     models = list(dict.fromkeys(model for seed in seeds for model in seed))
     if not models:
-        raise DataError(f"score must be one of the judgements; got {options.score}")
+        raise DataError(must("score", "be one of the judgements", options.score))
     base = options.base or models[0]
     if base not in models:
-        raise DataError(f"base must be a model of the judgements: {', '.join(models)}; got {base}")
+        raise DataError(must("base", f"be a model of the judgements: {', '.join(models)}", base))
     # Within a seed first: what is hard for a seed's data or start is hard for all of its models.
     less = [_less(each, base, folder) for each, folder in zip(judged, options.judged, strict=True)]
     figures, differences = _figures(seeds), _figures(less)
@@ -106,7 +106,7 @@ def _judgement(folder: str, score: str) -> Judgement:
         models, pairs, cases = means(figures), means(results.get("differences", {})), results.get("cases")
         lacking = [model for model in models if figures[model]["all"].get(score, {}).get("cases") != cases]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"judged must name folders that verl-ext judge wrote; got {path}: {error!r}") from error
+        raise DataError(must("judged", "name folders that verl-ext judge wrote", f"{path}: {error!r}")) from error
     return Judgement(models, pairs, lacking)
 
 
@@ -125,8 +125,8 @@ def _less(judged: Judgement, base: str, folder: str) -> Means:
         elif pair := judged.pairs.get(f"{base} - {model}"):
             found[model] = {group: -mean for group, mean in pair.items()}
         elif lacking := [name for name in (base, model) if name in judged.lacking]:
-            needed = f"base must be the first model of {folder}, where cases without a score are left out of both"
-            raise DataError(f"{needed}; got {base}, and {' and '.join(lacking)} has such cases")
+            needed = f"be the first model of {folder}, where cases without a score are left out of both"
+            raise DataError(must("base", needed, f"{base}, and {' and '.join(lacking)} has such cases"))
         else:
             found[model] = {group: mean - of_base[group] for group, mean in of.items() if group in of_base}
     return found

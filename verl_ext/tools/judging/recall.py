@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import yaml  # type: ignore[import-untyped]
 
 from verl_ext.data.families.babilong_answers import is_right_answer
-from verl_ext.options import DataError, Options, first_line, option
+from verl_ext.options import DataError, Options, first_line, must, option
 from verl_ext.tools.endpoint.client import SamplingOptions
 from verl_ext.tools.endpoint.quality import read_rating
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, token_ends
@@ -40,13 +40,13 @@ class NeedleOptions(Options):
         """Yield a line for each impossible depth, length or needle."""
         for depth in self.depths:
             if not 0 <= depth <= 100:
-                yield f"needle.depths must be percentages from 0 to 100; got {depth}"
+                yield must("needle.depths", "be percentages from 0 to 100", depth)
         for length in self.lengths:
             if length < 1:
-                yield f"needle.lengths must be at least 1 token; got {length}"
-        given = [bool(self.text), bool(self.question), bool(self.expected) and all(self.expected)]
-        if any(given) and not all(given):
-            yield "needle.text, needle.question and needle.expected must be given together, or none of them"
+                yield must("needle.lengths", "be at least 1 token", length)
+        given = [f"needle.{name}" for name in ("text", "question", "expected") if all(getattr(self, name) or [""])]
+        if len(given) in (1, 2):
+            yield must("needle", "have text, question and expected, or none of them", " and ".join(given))
 
     @property
     def published(self) -> "NeedleOptions":
@@ -76,7 +76,7 @@ class Needle(Task):
         try:
             text = "\n\n".join(file.read_text(encoding="utf-8").strip() for file in files)
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cases must be a text file or a folder of .txt files; got {path}: {error}") from error
+            raise DataError(must("cases", "be a text file or a folder of .txt files", f"{path}: {error}")) from error
         ends = [0, *token_ends(self.tokenizer, text)]
         needle = len(token_ends(self.tokenizer, str(given.text)))
         if (longest := max(given.lengths) - needle) >= len(ends):
@@ -163,8 +163,8 @@ def read_prompts(path: str) -> tuple[str, dict[str, dict[str, str]]]:
         if not prompts or not all(isinstance(each, str) for parts in prompts.values() for each in parts.values()):
             raise ValueError("each task must have texts")
     except (OSError, ValueError, SyntaxError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
-        needed = f"babilong.prompts must hold {{task: {{{', '.join(PROMPT_PARTS)}}}}}"
-        raise DataError(f"{needed}; got {path}: {type(error).__name__}: {first_line(error)}") from error
+        needed, why = f"hold {{task: {{{', '.join(PROMPT_PARTS)}}}}}", f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(must("babilong.prompts", needed, f"{path}: {why}")) from error
     return template, prompts
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from verl_ext.options import DataError, UsageError
+from verl_ext.options import DataError, UsageError, must
 from verl_ext.tools.endpoint.client import SamplingOptions
 from verl_ext.tools.endpoint.quality import filled_names
 
@@ -111,7 +111,7 @@ class Task:
 def token_ends(tokenizer: Any, text: str) -> list[int]:
     """Return each token's end in characters; raise UsageError for slow tokenizers."""
     if not tokenizer.is_fast:
-        raise UsageError(f"model.path must hold a fast tokenizer to cut texts by; got {type(tokenizer).__name__}")
+        raise UsageError(must("model.path", "hold a fast tokenizer to cut texts by", type(tokenizer).__name__))
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     return [end for _, end in offsets]
 
@@ -130,13 +130,13 @@ def read_rows(path: str, key: str, fields: Mapping[str, type]) -> list[dict[str,
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{key} must be a readable file of JSON; got {path}: {error}") from error
+        raise DataError(must(key, "be a readable file of JSON", f"{path}: {error}")) from error
     try:
         # Not by `splitlines`: a text may hold U+2028 and others that end no line of JSON.
         lines = (line for line in text.split("\n") if line.strip())
         rows = json.loads(text) if text.lstrip().startswith("[") else list(map(json.loads, lines))
     except json.JSONDecodeError as error:
-        raise DataError(f"{key} must hold an object in every line, or a list of them; got {path}: {error}") from error
+        raise DataError(must(key, "hold an object in every line, or a list of them", f"{path}: {error}")) from error
     for number, row in enumerate(rows, start=1):
         for name, kind in fields.items():
             if not isinstance(row, dict) or not isinstance(row.get(name), kind) or isinstance(row[name], bool):

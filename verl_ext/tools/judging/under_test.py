@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import DataError, UsageError, first_line
+from verl_ext.options import DataError, UsageError, first_line, must
 from verl_ext.text.records.reasoning import decode_answer
 from verl_ext.text.tokenizing import file_facts
 from verl_ext.tools.endpoint.answer import CUT, FAILED, REFUSED, TOO_LONG, Answer, Usage, answer_from_text
@@ -39,7 +39,7 @@ class LocalModel:
         """Take an existing folder; errors name the option `key`."""
         self.path, self.store, self._key = Path(path), store, key
         if not self.path.is_dir():
-            raise UsageError(f"{key} must be an existing folder of a model or a checkpoint; got {path}")
+            raise UsageError(must(key, "be an existing folder of a model or a checkpoint", path))
         self._facts = file_facts([str(self.path)])
         self._resources = ExitStack()
         self._model: Any = None
@@ -118,8 +118,8 @@ class LocalModel:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         except (OSError, ValueError) as error:
-            needed = f"{self._key} must hold a model that transformers loads"
-            raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
+            needed = "hold a model that transformers loads"
+            raise UsageError(must(self._key, needed, f"{self.path}: {first_line(error)}")) from error
         if self._tokenizer.chat_template is None:
             raise UsageError(f"{self._key} must have a chat template, by which it is asked; {self.path} has none")
         # Answers end where the model was trained to end a turn, or where its own config says so.
@@ -164,5 +164,5 @@ def model_paths(values: Mapping[str, Any], key: str) -> dict[str, str]:
     """Return an option's {name: path}; raise UsageError for other values."""
     for name, path in values.items():
         if not isinstance(path, str) or not path:
-            raise UsageError(f"{key}.{name} must be a path; got {path!r}")
+            raise UsageError(must(f"{key}.{name}", "be a path", path))
     return dict(values)

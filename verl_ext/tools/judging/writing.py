@@ -6,7 +6,7 @@ Source: LongWriter (arXiv 2408.07055) and evaluation/ in its repository, whose r
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from verl_ext.options import DataError
+from verl_ext.options import DataError, must
 from verl_ext.tools.endpoint.client import SamplingOptions
 from verl_ext.tools.endpoint.quality import DIMENSIONS, quality_prompt, quality_score, read_quality
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows
@@ -30,8 +30,8 @@ class LongBenchWrite(Task):
         rows = read_rows(self.path, "cases", {"prompt": str, "type": str, "length": int})
         for number, row in enumerate(rows, start=1):
             if row["length"] < 1:
-                got = f"row {number} of {self.path} has {row['length']}"
-                raise DataError(f"cases must have a length of at least 1 word in every row; {got}")
+                got = f"{row['length']} in row {number} of {self.path}"
+                raise DataError(must("cases", "have a length of at least 1 word in every row", got))
             yield Case(str(number), row["prompt"], {"type": row["type"], "length": row["length"]})
 
     def questions(self, case: Case, answer: str) -> list[Messages]:

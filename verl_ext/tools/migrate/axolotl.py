@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import DataError, UsageError, spell
+from verl_ext.options import DataError, UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number
 from verl_ext.tools.migrate.tables import key_table, reason
@@ -34,8 +34,8 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
     rewards = str(values.get("rl")).lower() in preferences.REWARDS
     for key in (*["rl"] * rewards, "reward_model", "process_reward_model", "diffusion", "num_labels"):
         if moved.is_on(key):
-            must = f"{key} must be left out: texts and given answers are learnt"
-            raise UsageError(f"{must}; got {values[key]}: {preferences.ELSEWHERE}")
+            needed = "be left out: texts and given answers are learnt"
+            raise UsageError(must(key, needed, f"{values[key]}: {preferences.ELSEWHERE}"))
     moved.take(key_table("axolotl"))
     _read_data(moved)
     moved.put("data.max_tokens", moved.get("sequence_len", default=2048))
@@ -214,7 +214,7 @@ def _read_data(moved: Moved) -> None:
         for entry in listed(moved.get(key)):
             own = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
             if not isinstance(own.get("path"), str):
-                raise DataError(f"{key} must be a list of mappings with a path; got {spell(entry)}")
+                raise DataError(must(key, "be a list of mappings with a path", entry))
             _put_dataset(moved, key, node, usual | own)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from verl_ext.commands.command_line import command, read_options, words_of
-from verl_ext.options import REQUIRED, DataError, Options, UsageError, option, spell
+from verl_ext.options import REQUIRED, DataError, Options, UsageError, must, option
 from verl_ext.tools.migrate import (
     axolotl,
     launcher,
@@ -60,7 +60,7 @@ class MigrateOptions(Options):
     def problems(self) -> Iterator[str]:
         """Yield a line for two forms of the result."""
         if self.to is not None and self.recipe is not None:
-            yield f"to must be null beside recipe={self.recipe}, which is another form; got {self.to}"
+            yield must("to", f"be null beside recipe={self.recipe}, which is another form", self.to)
 
 
 def migrate(options: MigrateOptions) -> str:
@@ -78,7 +78,7 @@ def migrate(options: MigrateOptions) -> str:
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(f"{path} must be a YAML or a shell script; it cannot be read as a text") from error
     elif re.fullmatch(r"\S+\.(ya?ml|sh|json)", options.command):
-        raise UsageError(f"command must be a command or an existing file; got {options.command}")
+        raise UsageError(must("command", "be a command or an existing file", options.command))
     if reader is None and (_is_file(path) or verl.is_verls(text)):
         migrated = verl.migrate_script if _is_file(path) else verl.migrate_verl
         found = migrated(text, options.to)
@@ -91,11 +91,11 @@ def migrate(options: MigrateOptions) -> str:
     moved = Moved(name, values, options.nproc or ranks, (Path(), folder, *folder.resolve().parents))
     reader(moved, folder)
     if not isinstance(model := moved.words.get("model.path", ""), str):
-        raise DataError(f"the model must be a name or a folder; got {spell(model)}")
+        raise DataError(must("the model", "be a name or a folder", model))
     if moved.other is not None:
         for name in ("recipe", "to"):
             if (value := getattr(options, name)) is not None:
-                raise UsageError(f"{name} must be null for a configuration that trains nothing; got {value}")
+                raise UsageError(must(name, "be null for a configuration that trains nothing", value))
         return moved.command()
     moved.problems += _problems(moved)
     if options.to is not None:
@@ -171,7 +171,7 @@ def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], i
     if found or others:
         return (found or others)[0]
     if refused is not None:
-        raise UsageError(f"command must train on texts or given answers; got {refused}")
+        raise UsageError(must("command", "train on texts or given answers", refused))
     raise UsageError("command must start axolotl, LLaMA-Factory, ms-swift, TRL or verl's SFT trainer; got none of them")
 
 
@@ -226,7 +226,7 @@ def _with_file(name: str, read: Reader, words: Sequence[str], folder: Path) -> t
     places = [root / str(named) for root in (Path(), folder, *folder.resolve().parents)]
     path = next((each for each in places if each.is_file()), None)
     if path is None:
-        raise UsageError(f"command must name an existing file of keys; got {named}")
+        raise UsageError(must("command", "name an existing file of keys", named))
     of_file = read_yaml(path)
     variables = mapping("ENV", of_file.pop("ENV", None)) if name == swift.NAME else {}
     of_file |= {key: value for key, value in variables.items() if key in IMAGE_SETTINGS}

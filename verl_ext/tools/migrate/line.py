@@ -22,7 +22,7 @@ from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config.key_table import is_number
 from verl_ext.config.run_file import run_file
 from verl_ext.files import write_text
-from verl_ext.options import DataError, UsageError, nearest_hint, spell
+from verl_ext.options import DataError, UsageError, must, nearest_hint, spell
 from verl_ext.overrides import quoted
 from verl_ext.tools.migrate.reading import NUMBER
 from verl_ext.tools.migrate.tables import Rule
@@ -74,7 +74,7 @@ def split_names(value: Any) -> list[str]:
 def mapping(key: str, value: Any) -> dict[str, Any]:
     """Return a value that maps names, {} for none; raise DataError for another."""
     if value is not None and not isinstance(value, Mapping):
-        raise DataError(f"{key} must map names to values; got {spell(value)}")
+        raise DataError(must(key, "map names to values", value))
     return dict(value or {})
 
 
@@ -251,12 +251,12 @@ def written_run(to: str, words: Sequence[str], ranks: int | str | None, comments
     """
     file = Path(to).expanduser()
     if file.exists() or file.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"to must be a new file NAME.yaml; got {to}")
+        raise UsageError(must("to", "be a new file NAME.yaml", to))
     words = [*words, *([] if ranks is None else [f"nproc={ranks}"])]
     try:
         text = run_file([_with_environment(word) for word in words], None, None)
     except ValueError as reason:
-        raise UsageError(f"to must be null: {reason}") from None
+        raise UsageError(must("to", f"be null: {reason}", to)) from None
     head = [f"Starts the run: verl-ext train {file.name}", *comments]
     lines = [line for line in text.splitlines() if not line.startswith("# ") and line != "nproc: null"]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ def _with_environment(word: str) -> str:
     """Replace shell variables in a word by references to the environment."""
     key, _, value = word.partition("=")
     if re.search(r"\$(?![A-Za-z_{])|\$\{(?!\w+(:-[^{}$]*)?\})", value):
-        raise UsageError(f"to must be null for a command with a value that only a shell evaluates; got {word}")
+        raise UsageError(must("to", "be null for a command with a value that only a shell evaluates", word))
     found = re.sub(r"\$(?:\{(\w+)(?::-([^{}]*))?\}|(\w+))", _environment, value)
     if re.fullmatch(r"\$\{oc\.env:[^{}]*\}", found) and is_number(key):
         found = f"${{oc.decode:{found}}}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import DataError, UsageError
+from verl_ext.options import DataError, UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, mapping, number, split_names
 from verl_ext.tools.migrate.tables import key_table, reason
@@ -33,7 +33,7 @@ _PLACES = ("hf_hub_url", "ms_hub_url", "file_name")
 def read_llamafactory(moved: Moved, folder: Path) -> None:
     """Translate a YAML of version 0; its dataset_info.json stands below `folder`."""
     if (stage := moved.values.get("stage", "sft")) not in ("sft", "pt", "dpo", "kto"):
-        raise UsageError(f"stage must be sft, pt, dpo or kto; got {stage}: {preferences.ELSEWHERE}")
+        raise UsageError(must("stage", "be sft, pt, dpo or kto", f"{stage}: {preferences.ELSEWHERE}"))
     moved.take(key_table("llamafactory"))
     kind = str(moved.get("finetuning_type", default="lora"))
     _read_data(moved, folder)
@@ -165,7 +165,7 @@ def _read_data(moved: Moved, folder: Path) -> None:
         for name in split_names(moved.get(key)):
             info = info if info is not None else _dataset_info(place, folder)
             if name not in info:
-                raise DataError(f"{key} must be names of {place}/dataset_info.json; got {name}")
+                raise DataError(must(key, f"be names of {place}/dataset_info.json", name))
             _put_dataset(moved, key, node, name, info[name], place)
     if is_on(most := moved.get("max_samples")) and "dataset" in moved.values:
         parts = [key.replace("data.sources.", "sample.") for key in moved.words if key.startswith("data.sources.")]
@@ -176,7 +176,7 @@ def _read_data(moved: Moved, folder: Path) -> None:
 def _dataset_info(place: str, folder: Path) -> dict[str, Any]:
     """Read dataset_info.json, beside the YAML or where the command would run."""
     if place.startswith(("REMOTE:", "ONLINE")):
-        raise DataError(f"dataset_dir must be a folder with dataset_info.json; got {place}: download it first")
+        raise DataError(must("dataset_dir", "be a folder with dataset_info.json", f"{place}: download it first"))
     tried = [root / place / "dataset_info.json" for root in (Path(), folder, *folder.parents)]
     path = next((each for each in tried if each.is_file()), None)
     if path is None:
@@ -186,7 +186,7 @@ def _dataset_info(place: str, folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} must be JSON: {error}") from error
     if not isinstance(info, dict) or not all(isinstance(entry, dict) for entry in info.values()):
-        raise DataError(f"{path} must map names of datasets to their descriptions; got another form")
+        raise DataError(must(f"{path}", "map names of datasets to their descriptions", "another form"))
     return info
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import DataError, first_line
+from verl_ext.options import DataError, first_line, must
 
 # A word of a shell command: plain characters, escapes, '…', "…", `…` and $(…) with two levels of parentheses inside
 WORD = re.compile(
@@ -33,9 +33,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} must be a YAML of keys and values; it cannot be read: {what}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         kind = {list: "a list", type(None): "nothing"}.get(type(values), f"a {type(values).__name__}")
-        raise DataError(
-            f"{path} must be a YAML of keys and values; got {kind if not isinstance(values, dict) else 'other keys'}"
-        )
+        got = kind if not isinstance(values, dict) else "other keys"
+        raise DataError(must(f"{path}", "be a YAML of keys and values", got))
     return values
 
 

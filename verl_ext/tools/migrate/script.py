@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from operator import eq, ge, gt, le, lt, ne
 
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 from verl_ext.tools.migrate.reading import END, IMAGE_SETTINGS, WORD, unquoted, without_comments
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -61,7 +61,7 @@ class Script:
         )  # written elsewhere
         text = _ARRAY.sub(lambda match: f"\n{' '.join(match[0].split())}\n", text)  # a line of its own
         if re.sub(r"\s", "", WORD.sub("", text)):
-            raise UsageError("command must be whole; got a quote that is not closed")
+            raise UsageError(must("command", "be whole", "a quote that is not closed"))
         for line in re.findall(rf"(?:{WORD.pattern}|[^\S\n])+", text, re.DOTALL):
             if match := _ARRAY.match(line):
                 if self._runs():

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import UsageError, spell
+from verl_ext.options import UsageError, must, spell
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, shell_word
 from verl_ext.tools.migrate.tables import key_table, reason
 
@@ -43,7 +43,7 @@ def read_llamafactory_model(moved: Moved, folder: Path) -> None:
 def read_swift_model(moved: Moved, folder: Path, writes: bool = False) -> None:
     """Translate the flags of `swift infer`, `deploy` and `app`, or of `export`."""
     if (task := str(moved.values.get("task_type", "causal_lm"))) != "causal_lm":
-        raise UsageError(f"task_type must be causal_lm: {reason('classifies')}; got {task}")
+        raise UsageError(must("task_type", f"be causal_lm: {reason('classifies')}", task))
     if moved.is_on("to_cached_dataset"):
         raise UsageError("to_cached_dataset must stand before the training of its tokens: `verl-ext train` makes them")
     moved.take(key_table("swift_served"))
@@ -114,7 +114,7 @@ def _merge(moved: Moved) -> None:
     words, adapters = moved.words, [str(each) for each in listed(moved.words.get("adapters"))]
     for key in _QUANTIZES:
         if moved.is_on(key):
-            raise UsageError(f"{key} must be left out: {_COMPRESSES}; got {moved.get(key)}")
+            raise UsageError(must(key, f"be left out: {_COMPRESSES}", moved.get(key)))
     if len(adapters) > 1:
         moved.lack("adapters", "one folder is merged at a time")
     folder = words.get("folder") or (f"{adapters[0].rstrip('/')}-merged" if adapters else None)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping
 from verl_ext.tools.migrate.tables import key_table, reason
@@ -52,9 +52,9 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
     kind = str(moved.get("tuner_type", "train_type", default=usual))
     trains_texts = moved.get("use_chat_template") is False
     if (task := str(moved.get("task_type", default="causal_lm"))) != "causal_lm":
-        raise UsageError(f"task_type must be causal_lm: {reason('classifies')}; got {task}")
+        raise UsageError(must("task_type", f"be causal_lm: {reason('classifies')}", task))
     if (family := str(moved.get("rlhf_type", default=""))) in preferences.REWARDS:
-        raise UsageError(f"rlhf_type must be a loss of given answers; got {family}: {preferences.ELSEWHERE}")
+        raise UsageError(must("rlhf_type", "be a loss of given answers", f"{family}: {preferences.ELSEWHERE}"))
     _read_data(moved)
     moved.put("data.max_tokens", moved.get("packing_length", "max_length", default=2048))
     if moved.get("packing_length", "max_length") is None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from verl_ext.config.translation import translate
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 from verl_ext.overrides import Item
 from verl_ext.tools.migrate.line import shell_word, written_run
 from verl_ext.tools.migrate.reading import END, WORD, ranks_of, unquoted
@@ -61,7 +61,7 @@ def migrate_verl(text: str, to: str | None = None) -> str:
     # What the pattern of words leaves over shows that this is not one command.
     if between := WORD.sub("", text).strip(" \t\r"):
         got = "several lines" if between.isspace() else "a quote that is not closed"
-        raise UsageError(f"command must be one command, from torchrun to its last override; got {got}")
+        raise UsageError(must("command", "be one command, from torchrun to its last override", got))
     words = WORD.findall(text)
     start = next((number for number, word in enumerate(words) if _TRAINER.fullmatch(unquoted(word))), None)
     if start is None:

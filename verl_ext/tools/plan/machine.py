@@ -10,6 +10,7 @@ from verl_ext.attention import unusable
 from verl_ext.config.legacy import RATE
 from verl_ext.config.run import Machine
 from verl_ext.layers import mixers_of
+from verl_ext.options import must
 from verl_ext.tools.plan.options import PlanOptions, num_bytes
 from verl_ext.trainer.distributed import print_on_rank0, user_errors_end_the_run
 from verl_ext.trainer.inputs import open_data
@@ -27,7 +28,7 @@ def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Opened, PlanOp
         trainer = composed.trainer
         for name in ("gpu", "gpu_memory"):
             if (value := getattr(plan, name)) is not None and trainer.device == "cpu":
-                raise ValueError(f"plan.{name} must be null with trainer.device=cpu (parallel=cpu); got {value}")
+                raise ValueError(must(f"plan.{name}", "be null with trainer.device=cpu (parallel=cpu)", value))
         plan = plan.with_values_of_gpu(trainer.gpu_peak_tflops)
         if plan.gpu_memory is None:
             machine = replace(this_machine(), world_size=plan.world_size)
@@ -49,8 +50,8 @@ def planned_run(composed: DictConfig, plan: PlanOptions) -> tuple[Opened, PlanOp
         states = {type(layer).__name__ for layer, mixer in mixers if mixer.time not in ("attention", "positions")}
         if states:  # a plan would measure torch's code, which needs other memory
             why = f"the GPU kernels of {', '.join(sorted(states))} run on no fake GPU"
-            must = f"plan.gpu_memory must be null for a {type(model.hf_config).__name__}"
-            raise ValueError(f"{must}: {why}; got {plan.gpu_memory}")
+            needed = f"be null for a {type(model.hf_config).__name__}"
+            raise ValueError(must("plan.gpu_memory", f"{needed}: {why}", plan.gpu_memory))
     run = open_data(checked)
     print_on_rank0((f"note: {notice}" for notice in run.notices), sys.stderr)
     return run, plan

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl_ext.flops import GPUS
-from verl_ext.options import Options, choice_problem, option, spell
+from verl_ext.options import Options, choice_problem, must, option, spell
 
 _UNITS = {"": 1, "B": 1, **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)}}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
@@ -52,16 +52,16 @@ class PlanOptions(Options):
             value = getattr(self, name)
             size = num_bytes(value)
             if size is None and (value is not None or name == "reserve"):
-                yield f"plan.{name} must be a size such as 80GiB, 80GB or a number of bytes; got {spell(value)}"
+                yield must(f"plan.{name}", "be a size such as 80GiB, 80GB or a number of bytes", value)
             elif name == "gpu_memory" and size is not None and size < _LEAST:
-                yield f"plan.gpu_memory must be at least 1GiB; got {spell(value)}"
+                yield must("plan.gpu_memory", "be at least 1GiB", value)
         for name in ("link", "network"):
             value = getattr(self, name)
             if value is not None and not num_bytes(value):
-                yield f"plan.{name} must be the bytes of a second, such as 450GB; got {spell(value)}"
+                yield must(f"plan.{name}", "be the bytes of a second, such as 450GB", value)
         memory, reserve = num_bytes(self.gpu_memory), num_bytes(self.reserve)
         if memory is not None and reserve is not None and reserve > memory >= _LEAST:
-            yield f"plan.reserve must be at most plan.gpu_memory={spell(self.gpu_memory)}; got {spell(self.reserve)}"
+            yield must("plan.reserve", f"be at most plan.gpu_memory={spell(self.gpu_memory)}", self.reserve)
 
     def with_values_of_gpu(self, peak_tflops: float | None) -> "PlanOptions":
         """Return these options with a named GPU's properties for null.

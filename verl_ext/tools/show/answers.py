@@ -11,7 +11,7 @@ from rich.text import Text
 
 from verl_ext.checkpoint.layout import ANSWERS
 from verl_ext.data.families.babilong_answers import category_fields
-from verl_ext.options import DataError, UsageError, choice_problem, one_line
+from verl_ext.options import DataError, UsageError, choice_problem, must, one_line
 from verl_ext.tables import pivot, plain_table
 from verl_ext.tools.page import Chart, heat_map
 from verl_ext.tools.show.runs import ShownRun
@@ -36,7 +36,7 @@ def answers_view(path: str, step: int | None, category: str | None) -> Iterator[
     if step is None:
         step = steps[-1]
     if step not in steps:
-        raise UsageError(f"step must be one of those with answers, {_listed(steps)}; got {step}")
+        raise UsageError(must("step", f"be one of those with answers, {_listed(steps)}", step))
     rows = [row for row in rows if row["step"] == step]
     if category is not None:
         if problem := choice_problem("category", category, {row["category"] for row in rows}):

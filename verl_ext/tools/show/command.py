@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from verl_ext.commands.command_line import command, read_options
-from verl_ext.options import Options, UsageError, options_of
+from verl_ext.options import Options, UsageError, must, options_of
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.data import ShowDataOptions, show_data
 from verl_ext.tools.show.run import ShowRunOptions, show_runs
@@ -105,7 +105,7 @@ def _read(name: str, arguments: Sequence[str]) -> Any:
         others = [other for other, kind in SUBCOMMANDS.items() if option in options_of(kind.options)]
         if others and name not in others:
             having = " or ".join(f"`verl-ext show {other}`" for other in others)
-            raise UsageError(f"{key} must be given with {having}; got {value} with `verl-ext show {name}`")
+            raise UsageError(must(key, f"be given with {having}", f"{value} with `verl-ext show {name}`"))
         if key in _VERBATIM:
             verbatim[key] = value
         else:

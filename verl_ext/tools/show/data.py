@@ -13,7 +13,7 @@ from rich.text import Text
 
 from verl_ext.commands.command_line import as_list
 from verl_ext.files import write_json
-from verl_ext.options import DataError, UsageError, one_line, option, options_of
+from verl_ext.options import DataError, UsageError, must, one_line, option, options_of
 from verl_ext.redaction import redacted
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.page import write_page
@@ -98,13 +98,13 @@ def _tokenized(options: ShowDataOptions, folder: Path) -> ShowDataOptions:
     against = options.against
     if isinstance(against, dict):  # the same files with different options
         if not all(map(is_raw_file, options.paths)):
-            raise UsageError(f"against must be paths, or options for raw files; got options, and {options.paths[0]}")
+            raise UsageError(must("against", "be paths, or options for raw files", f"options, and {options.paths[0]}"))
         against = tokenized(options.paths, "against", against)
     elif against is not None:
         against = tokenized(against, "against")
     paths, val = tokenized(options.paths, "paths"), tokenized(options.val, "val")
     if options.tokenize and paths is options.paths:
-        raise UsageError(f"tokenize must be given for raw files alone; got {options.paths[0]}")
+        raise UsageError(must("tokenize", "be given for raw files alone", options.paths[0]))
     return replace(options, paths=paths, val=val, against=against)
 
 

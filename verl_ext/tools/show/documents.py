@@ -21,7 +21,7 @@ from verl_ext.data.tokenized.beginnings import SHARE_LEAST, find_beginnings
 from verl_ext.data.tokenized.facts import check_answers, main_categories
 from verl_ext.data.tokenized.units import UnitRows
 from verl_ext.files import REPORT
-from verl_ext.options import DataError, UsageError
+from verl_ext.options import DataError, UsageError, must
 from verl_ext.packing import MOST_TOKENS, cut_spans
 from verl_ext.packing.plan import offsets_of
 from verl_ext.text.arrow_folder import count_targets
@@ -190,7 +190,7 @@ class IndexDocuments(ShownDocuments):
             for number, (name, prefix) in enumerate(zip(short, self.paths, strict=True), start=1)
         }
         if len(set(self.paths)) < len(self.paths):
-            raise ValueError(f"{key} must name each corpus once; got {', '.join(prefixes)}")
+            raise ValueError(must(key, "name each corpus once", ", ".join(prefixes)))
         self.reports = tuple(map(_report_of_corpus, self.paths))
         # Targets are counted without a pass over the tokens.
         self.masks = [_mask_of(index, key) for index in self.indices]
@@ -230,7 +230,7 @@ def _mask_of(index: TokenIndex, key: str) -> TokenIndex | None:
         return None
     mask = TokenIndex(f"{index.prefix}_mask", key)
     if not np.array_equal(mask.lengths, index.lengths):
-        raise ValueError(f"{key} must have as many masks as tokens; got other lengths in {mask.prefix}")
+        raise ValueError(must(key, "have as many masks as tokens", f"other lengths in {mask.prefix}"))
     return mask
 
 
@@ -243,7 +243,7 @@ def open_documents(paths: Sequence[str], key: str = "paths") -> ShownDocuments:
     """
     kinds = {p: not os.path.isdir(p) and (p.endswith(SUFFIXES) or os.path.exists(f"{p}.idx")) for p in paths}
     if len(set(kinds.values())) != 1:
-        raise UsageError(f"{key} must be of one kind, tokenized folders or Megatron's corpora; got {', '.join(paths)}")
+        raise UsageError(must(key, "be of one kind, tokenized folders or Megatron's corpora", ", ".join(paths)))
     try:
         return (IndexDocuments if kinds[paths[0]] else FolderDocuments)(paths, key)
     except (ValueError, OSError) as error:
@@ -266,7 +266,7 @@ def tokenizer_of(model: ModelOptions, of_data: ModelOptions | None, is_needed: b
     if not chosen.tokenizer and not is_needed:
         return None
     if not chosen.tokenizer:
-        raise UsageError("model.path must name the tokenizer of the data, whose report.json names none; got null")
+        raise UsageError(must("model.path", "name the tokenizer of the data, whose report.json names none", None))
     trusted = model.trust_remote_code
     return load_tokenizer(replace(chosen, path=chosen.tokenizer, tokenizer_path=None, trust_remote_code=trusted))
 
@@ -296,7 +296,7 @@ def _read_report(folder: Path) -> Report:
     except (ValueError, RecursionError):
         report = None
     if not isinstance(report, dict):
-        raise ValueError(f"{path} must be the report of `verl-ext tokenize`, a JSON object; got another file")
+        raise ValueError(must(f"{path}", "be the report of `verl-ext tokenize`, a JSON object", "another file"))
     if report.get("working_folder") and report.get("tokenizer"):
         tokenizer = os.path.join(report["working_folder"], report["tokenizer"])
         report["tokenizer"] = tokenizer if os.path.isdir(tokenizer) else report["tokenizer"]  # else a Hub name

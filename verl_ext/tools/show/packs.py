@@ -11,7 +11,7 @@ from rich.text import Text
 
 from verl_ext.commands.preview import Decode
 from verl_ext.data.tokenized.beginnings import SHARE_LEAST
-from verl_ext.options import DataError, Options, UsageError, one_line, option, options_of
+from verl_ext.options import DataError, Options, UsageError, must, one_line, option, options_of
 from verl_ext.packing import MOST_TOKENS, OVER_LENGTH_POLICIES, STRATEGIES, TOKENS, CostModel
 from verl_ext.tables import plain_table
 from verl_ext.tools.show.documents import ShownDocuments
@@ -111,7 +111,7 @@ def pack_view(dataset: "PackDataset", pack: int, decode: Decode | None) -> Itera
     from verl_ext.parallel.trees import read_documents  # imports torch, as the dataset does
 
     if pack >= len(dataset):
-        raise UsageError(f"pack must be below {len(dataset):,}, the packs of the data; got {pack}")
+        raise UsageError(must("pack", f"be below {len(dataset):,}, the packs of the data", pack))
     tensors = {name: values.numpy() for name, values in dataset[pack].items()}
     positions, mask = tensors["position_ids"], tensors["loss_mask"]
     real = int(tensors["attention_mask"].sum()) if "attention_mask" in tensors else len(positions)
@@ -160,7 +160,7 @@ def step_view(
         UsageError: the run has no such step.
     """
     if not 1 <= step <= facts["total_steps"]:
-        raise UsageError(f"step must be 1 to {facts['total_steps']:,}, the steps of the run; got {step}")
+        raise UsageError(must("step", f"be 1 to {facts['total_steps']:,}, the steps of the run", step))
     ranks, micro = facts["data_parallel_size"], facts["config"]["data"]["micro_batch_size_per_gpu"]
     packs = dataset.facts(cost)
     costs, tokens = packs.costs, packs.tokens

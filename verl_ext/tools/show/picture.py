@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.files import atomic_write
-from verl_ext.options import DataError
+from verl_ext.options import DataError, must
 from verl_ext.tools.show.runs import ShownRun
 
 _SMOOTHED = 0.05  # the share of a run's steps over which a line is a mean
@@ -28,9 +28,8 @@ def write_picture(path: Path, runs: Sequence[ShownRun], metric: str) -> None:
     values = picture_values(runs, metric)
     if not values:
         names = {key.partition("/")[2] for run in runs for key in run.curves}
-        raise DataError(
-            f"metric must be one that categories have, such as loss; got {metric}, runs have {sorted(names)}"
-        )
+        got = f"{metric}, runs have {sorted(names)}"
+        raise DataError(must("metric", "be one that categories have, such as loss", got))
     try:
         from vl_convert import vegalite_to_svg  # imported here because other views do not need it
     except ImportError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import read_options
-from verl_ext.options import DataError, UsageError, choice_problem, options_of
+from verl_ext.options import DataError, UsageError, choice_problem, must, options_of
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import find_source_files, is_url, kind_of
@@ -40,13 +40,13 @@ def tokenized_raw(
         DataError: If a file has no usable record.
     """
     if not model.tokenizer:
-        raise UsageError(f"model.path must name a tokenizer: {key} names raw files, {', '.join(paths)}; got null")
+        raise UsageError(must("model.path", f"name a tokenizer: {key} names raw files, {', '.join(paths)}", None))
     # BABILong's samples go through the trainer's own dataset, so their rows are those of training.
     if _is_babilong(paths[0]):
         from verl_ext.data import BABILongDataset  # imports torch, like the trainer's dataset
 
         if max_length is None:
-            raise UsageError("max_tokens must be the tokens of a row for BABILong's samples; got null")
+            raise UsageError(must("max_tokens", "be the tokens of a row for BABILong's samples", None))
         try:
             dataset = BABILongDataset(list(paths), load_tokenizer(model), max_length, cache_dir=str(folder))
             return str(dataset.folders[0])

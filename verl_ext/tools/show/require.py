@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from verl_ext.options import UsageError, choice_problem
+from verl_ext.options import UsageError, choice_problem, must
 from verl_ext.tools.show.audit import CHECKS
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -37,7 +37,7 @@ def read_requirements(text: str) -> list[Requirement]:
     for term in text.split(","):
         match = _TERM.fullmatch(term)
         if match is None:
-            raise UsageError(f"require must be a list of terms like no_target=0 or duplicates<0.1%; got {term!r}")
+            raise UsageError(must("require", "be a list of terms like no_target=0 or duplicates<0.1%", term))
         name, sign, number, percent = match.groups()
         if problem := choice_problem("require", name, CHECKS):
             raise UsageError(problem)

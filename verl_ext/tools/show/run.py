@@ -14,7 +14,7 @@ from rich.text import Text
 from verl_ext.checkpoint.curves import read_facts
 from verl_ext.checkpoint.layout import RUN
 from verl_ext.files import working_in, write_json
-from verl_ext.options import DataError, Options, UsageError, one_line, option, spell
+from verl_ext.options import DataError, Options, UsageError, must, one_line, option, spell
 from verl_ext.redaction import redacted
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.answers import answers_view
@@ -62,11 +62,11 @@ class ShowRunOptions(Options):
             if name in changed and needed not in changed:
                 yield f"{needed} is required with {name}; got {spell(getattr(self, needed))}"
             if name in changed and needed == "step" and self.answers:
-                yield f"answers must be false with {name}, which is of a step's packs; got true"
+                yield must("answers", f"be false with {name}, which is of a step's packs", True)
         if self.step == 0 and not self.answers:
-            yield "step must be at least 1 without answers; got 0"
+            yield must("step", "be at least 1 without answers", 0)
         if self.step is not None and not self.answers and len(self.paths) > 1:
-            yield f"step must be of one run; got {', '.join(self.paths)}"
+            yield must("step", "be given for one run alone", ", ".join(self.paths))
 
 
 def show_runs(options: ShowRunOptions) -> str:
@@ -139,7 +139,7 @@ def _step_parts(options: ShowRunOptions, step: int) -> Iterator[RenderableType]:
         yield from step_view(train_set, plan, cost, facts, step)
         ranks = facts["data_parallel_size"]
         if options.rank is not None and options.rank >= ranks:
-            raise UsageError(f"rank must be below {ranks}, the data-parallel ranks of the run; got {options.rank}")
+            raise UsageError(must("rank", f"be below {ranks}, the data-parallel ranks of the run", options.rank))
         for pack in () if options.rank is None else plan.rank_packs(step - 1, options.rank, ranks):
             if pack is not None:
                 yield from pack_view(train_set, pack, tokenizer and tokenizer.decode)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.options import Options, UsageError, choice_problem, option
+from verl_ext.options import Options, UsageError, choice_problem, must, option
 from verl_ext.tools.show.documents import ShownDocuments
 
 
@@ -30,12 +30,12 @@ class SelectOptions(Options):
         orders = [name for name in ("longest", "shortest") if getattr(self, name)]
         orders += ["random"] if self.random is not None else []
         if len(orders) > 1:
-            yield f"one order must be given; got {', '.join(orders)}"
+            yield must("longest, shortest and random", "name one order", ", ".join(orders))
         if self.matches is not None:
             try:
                 re.compile(self.matches)
             except re.error as error:
-                yield f"matches must be a regular expression; got {self.matches}: {error}"
+                yield must("matches", "be a regular expression", f"{self.matches}: {error}")
 
     @property
     def selects(self) -> bool:
@@ -53,7 +53,7 @@ def selected(documents: ShownDocuments, options: SelectOptions, decode: Callable
         UsageError: the row is past the end, the data lacks the category, or no document is selected.
     """
     if options.row is not None and options.row >= len(documents):
-        raise UsageError(f"row must be below {len(documents):,}, the documents of paths; got {options.row}")
+        raise UsageError(must("row", f"be below {len(documents):,}, the documents of paths", options.row))
     rows = np.arange(len(documents)) if options.row is None else np.array([options.row])
     rows = rows[_wanted(documents, options)[rows]]
     lengths = documents.lengths[rows].astype(np.int64)
@@ -72,7 +72,7 @@ def selected(documents: ShownDocuments, options: SelectOptions, decode: Callable
             return
     if not shown:
         asked = ", ".join(f"{name}={options.changed()[name]}" for name in _SELECTORS if name in options.changed())
-        raise UsageError(f"a document must match the selection; got none with {asked}")
+        raise UsageError(must("a document", "match the selection", f"none with {asked}"))
 
 
 def _wanted(documents: ShownDocuments, options: SelectOptions) -> NDArray[np.bool_]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.records.messages import TOOL_FIELDS, MessageReader
 from verl_ext.text.records.tool_calls import tool_list
@@ -47,9 +48,7 @@ def asked_prompt(record: Mapping[str, Any], text_key: str, question_key: str | N
     found = record.get("messages") or record.get(text_key)
     turns = [{"role": "user", "content": found}] if isinstance(found, str) and found.strip() else found
     if not isinstance(turns, list) or not turns:
-        raise BadRecord(
-            "no_prompt", f"the record must have messages, or a prompt in {text_key}; got {short_text(found)}"
-        )
+        raise BadRecord("no_prompt", must("the record", f"have messages, or a prompt in {text_key}", short_text(found)))
     read = MessageReader().turns(turns)
     of_turns = [tools for turn in read for tools in (*turn.tools.values(), turn.message.get("tool_calls"))]
     given_tools = [tool_list(record[name], name) for name in TOOL_FIELDS if record.get(name)]
@@ -58,7 +57,7 @@ def asked_prompt(record: Mapping[str, Any], text_key: str, question_key: str | N
     messages = [{key: turn.message[key] for key in ("role", "content")} for turn in read]
     last = max((at for at, message in enumerate(messages) if message["role"] == "user"), default=-1)
     if last < 0:
-        raise BadRecord("no_prompt", "the prompt must have a user's message; got none")
+        raise BadRecord("no_prompt", must("the prompt", "have a user's message", "none"))
     given = messages[-1]["content"] if len(messages) == last + 2 and messages[-1]["role"] == "assistant" else ""
     question = _question(record, messages[last]["content"], question_key)
     category = record.get("category")
@@ -73,7 +72,7 @@ def _question(record: Mapping[str, Any], content: str, question_key: str | None)
         question = record.get(question_key)
         if not isinstance(question, str) or not question.strip():
             got = short_text(question)
-            raise BadRecord("no_question", f"question_key={question_key} must name a field with a text; got {got}")
+            raise BadRecord("no_question", must(f"question_key={question_key}", "name a field with a text", got))
         return question
     provenance = record.get("provenance")
     spans = provenance.get("spans") if isinstance(provenance, Mapping) else None
@@ -81,8 +80,8 @@ def _question(record: Mapping[str, Any], content: str, question_key: str | None)
     for span in spans or ():
         numbers = isinstance(span, list) and len(span) == 2 and all(type(place) is int for place in span)
         if not numbers or not at <= span[0] <= span[1] <= len(content):
-            needed = f"provenance.spans must be ascending places in the {len(content):,} characters of the prompt"
-            raise BadRecord("bad_spans", f"{needed}; got {short_text(span)}")
+            needed = f"be ascending places in the {len(content):,} characters of the prompt"
+            raise BadRecord("bad_spans", must("provenance.spans", needed, short_text(span)))
         kept.append(content[at : span[0]])
         at = span[1]
     question = "".join([*kept, content[at:]]).strip()
@@ -97,7 +96,7 @@ def _scored(record: Mapping[str, Any]) -> list[tuple[str, float]]:
         text, score = (each.get("answer"), each.get("score")) if isinstance(each, Mapping) else (None, None)
         is_text = isinstance(text, str) and not isinstance(score, bool)
         if not is_text or not isinstance(score, (int, float)) or not abs(score) <= sys.float_info.max:  # nor nan
-            needed = "answers must be a list of {answer: a text, score: a finite number}"
-            raise BadRecord("no_score", f"{needed}; got {short_text(text)} with {short_text(score)}")
+            needed = "be a list of {answer: a text, score: a finite number}"
+            raise BadRecord("no_score", must("answers", needed, f"{short_text(text)} with {short_text(score)}"))
         pairs.append((str(text), float(score)))
     return pairs

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl_ext.options import DataError
+from verl_ext.options import DataError, must
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.tools.synthesis.items import ItemFields, SourceItem, drawn, read_items
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
@@ -125,9 +125,8 @@ def _shares(available: Sequence[int], records: int | None, names: Sequence[str])
             if names == [ALL]
             else f" ({', '.join(f'{n:,} of {name}' for n, name in zip(available, names, strict=True))})"
         )
-        raise DataError(
-            f"records must be at most {total:,}, what the sources have to draw from{of_each}; got {records:,}"
-        )
+        needed = f"be at most {total:,}, what the sources have to draw from{of_each}"
+        raise DataError(must("records", needed, f"{records:,}"))
     shares, left = [0] * len(available), records
     while left:
         for place, most in enumerate(available):

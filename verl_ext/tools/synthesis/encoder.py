@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import Options, UsageError, first_line, option
+from verl_ext.options import Options, UsageError, first_line, must, option
 from verl_ext.text.tokenizing import file_facts
 from verl_ext.tools.endpoint.answer import Answer, answer_from_embedding, with_embedding
 from verl_ext.tools.endpoint.client import EndpointOptions
@@ -64,11 +64,11 @@ class ClassifierOptions(Options):
         """Yield a line for each mistake in the classes and their server."""
         if not self.classes:
             if self.endpoint.base_url or self.endpoint.model:
-                yield "classifier.classes must be given with classifier.endpoint; got none"
+                yield must("classifier.classes", "be given with classifier.endpoint", "none")
             return
         names = [name.strip().casefold() for name in self.classes]
         if len(names) < 2 or len(set(names)) < len(names) or not all(names):
-            yield f"classifier.classes must be two or more different names; got {self.classes}"
+            yield must("classifier.classes", "be two or more different names", self.classes)
         yield from self.endpoint.endpoint_problems()
 
 
@@ -82,7 +82,7 @@ class LocalEncoder:
         """Read the pooling; raise UsageError if the folder is not an encoder."""
         self.options, self.store, self.path = options, store, Path(str(options.path))
         if not (self.path / "config.json").is_file():
-            raise UsageError(f"encoder.path must be a folder with a config.json; got {self.path}")
+            raise UsageError(must("encoder.path", "be a folder with a config.json", self.path))
         self.pooling = options.pooling or self._pooling()
         self._facts = [file_facts([str(self.path)]), self.pooling]
         self._model: Any = None
@@ -96,13 +96,13 @@ class LocalEncoder:
                 [way for key, way in _POOLINGS.items() if _json(pooling).get(key)] if pooling.is_file() else ["mean"]
             )
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise UsageError(f"encoder.path must hold readable files; got {self.path}: {first_line(error)}") from error
+            got = f"{self.path}: {first_line(error)}"
+            raise UsageError(must("encoder.path", "hold readable files", got)) from error
         if others := [kind for kind in kinds if kind not in _MODULES]:
-            raise UsageError(
-                f"encoder.path must end with its pooling; got {self.path} with a module {others[0]} after it"
-            )
+            got = f"{self.path} with a module {others[0]} after it"
+            raise UsageError(must("encoder.path", "end with its pooling", got))
         if len(named) != 1:
-            raise UsageError(f"encoder.pooling must be given: {pooling} names none of mean, cls, last alone; got null")
+            raise UsageError(must("encoder.pooling", f"be given: {pooling} names none of mean, cls, last alone", None))
         return named[0]
 
     async def __aenter__(self) -> "LocalEncoder":
@@ -140,8 +140,8 @@ class LocalEncoder:
             self._tokenizer = AutoTokenizer.from_pretrained(self.path)
             model = AutoModel.from_pretrained(self.path, dtype="auto")
         except (OSError, ValueError) as error:
-            needed = "encoder.path must hold a model that transformers loads"
-            raise UsageError(f"{needed}; got {self.path}: {first_line(error)}") from error
+            needed = "hold a model that transformers loads"
+            raise UsageError(must("encoder.path", needed, f"{self.path}: {first_line(error)}")) from error
         positions = getattr(model.config, "max_position_embeddings", 1 << 20) - 2  # RoBERTa's positions begin at 2
         self._most = min(self._tokenizer.model_max_length, positions)
         self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

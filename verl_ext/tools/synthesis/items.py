@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from verl_ext.options import DataError
+from verl_ext.options import DataError, must
 from verl_ext.text.read.bad_record import BadRecord, check_characters
 from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
@@ -100,8 +100,7 @@ def read_items(
                         text = "".join(text.blocks())
                     if not isinstance(text, str) or not text.strip():
                         got = "nothing" if text is None or text == "" else type(text).__name__
-                        needed = f"text_key={fields.text_key} must name a field with a text"
-                        raise BadRecord("no_text", f"{needed}; got {got}")
+                        raise BadRecord("no_text", must(f"text_key={fields.text_key}", "name a field with a text", got))
                     check_characters(text)
                     if fields.languages and _language(record, text) not in fields.languages:
                         left_out["other_language"] += 1
@@ -132,7 +131,7 @@ def _first_request(record: Mapping[str, Any]) -> str | None:
         role = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
         if isinstance(role, str) and ROLES.get(role.lower()) == "user":
             return MessageReader().turns([turn])[0].message["content"]
-    raise BadRecord("no_prompt", "the chat must have a user's message; got none")
+    raise BadRecord("no_prompt", must("the chat", "have a user's message", "none"))
 
 
 def _language(record: Mapping[str, Any], text: str) -> str:

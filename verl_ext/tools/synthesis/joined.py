@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.files import json_lines
-from verl_ext.options import DataError
+from verl_ext.options import DataError, must
 from verl_ext.tools.endpoint.answer import DONE, Answer, Unparsable
 from verl_ext.tools.endpoint.client import Client
 from verl_ext.tools.endpoint.spending import QuestionProgress, read_price, spent
@@ -140,11 +140,9 @@ async def write_joined(work: Work) -> WriteResult:
         counts = ", ".join(f"{count:,} {name}" for name, count in result.facts["classes"].items())
         result.notes.append(f"documents by class: {counts}")
     if classes and not result.outcomes[DONE]:
-        shortest = intervals.edges[0]
-        raise DataError(
-            f"intervals must begin below what a class's documents have together; got {shortest:,}, and no two documents"
-            f" of {', '.join(sorted(classes))} make a text that long and no longer than the last"
-        )
+        longer = f"no two documents of {', '.join(sorted(classes))} make a text that long and no longer than the last"
+        needed = "begin below what a class's documents have together"
+        raise DataError(must("intervals", needed, f"{intervals.edges[0]:,}, and {longer}"))
     return result
 
 
@@ -202,7 +200,7 @@ async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[s
     for documents in classes.values():
         sizes = {document.vector.size for document in documents}
         if len(sizes) > 1:
-            raise DataError(f"the encoder must give embeddings of one length; got {sorted(sizes)}")
+            raise DataError(must("the encoder", "give embeddings of one length", sorted(sizes)))
     return classes
 
 

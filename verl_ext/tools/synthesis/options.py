@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from verl_ext.commands.command_line import OutputOptions, as_list, is_names
-from verl_ext.options import option
+from verl_ext.options import must, option, spell
 from verl_ext.text.read.sources import FORMATS, local_path
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.endpoint.client import EndpointOptions, SamplingOptions
@@ -80,8 +80,7 @@ class SynthesizeOptions(OutputOptions):
             least = 2 if numbers and key == "word_intervals" else least
             right = all(type(number) is int and number > 0 for number in numbers) and len(numbers) >= least
             if not right or sorted(set(numbers)) != numbers:
-                needed = f"must be a list of {least or 'no'} or more whole numbers, each above the last"
-                yield f"{key} {needed}; got {numbers}"
+                yield must(key, f"be a list of {least or 'no'} or more whole numbers, each above the last", numbers)
 
     def _file_problems(self) -> Iterator[str]:
         """Yield a line for each mistake in the names of files."""
@@ -90,7 +89,7 @@ class SynthesizeOptions(OutputOptions):
             named["decontaminate"] = self.decontaminate
         for key, value in named.items():
             if not is_names(value):
-                yield f"{key} must be a path, a glob or a list of them; got {value!r}"
+                yield must(key, "be a path, a glob or a list of them", value)
         paths = [local_path(path) for value in named.values() if is_names(value) for path in as_list(value)]
         prompts = None if self.prompts == PUBLISHED else self.prompts
         models = (getattr(node, "path", None) for node in vars(self).values())
@@ -177,8 +176,7 @@ class GLMLongOptions(DocumentOptions):
         weights = self.ways.values()
         is_numbers = all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights)
         if self.ways and (set(self.ways) - set(glm_long.WAYS) or not is_numbers or not any(weights)):
-            must = f"ways must be numbers of at least 0, not all 0, for {', '.join(glm_long.WAYS)}"
-            yield f"{must}; got {self.ways}"
+            yield must("ways", f"be numbers of at least 0, not all 0, for {', '.join(glm_long.WAYS)}", self.ways)
 
     @property
     def way_weights(self) -> dict[str, float]:
@@ -206,10 +204,10 @@ class JoinOptions(DocumentOptions):
             yield from self.endpoint.endpoint_problems()
         yield from self.model.tokenizer_problems()
         if self.prompts is not None and not self.classifier.classes:
-            yield f"prompts must be null without classifier.classes; got {self.prompts}"
+            yield must("prompts", "be null without classifier.classes", self.prompts)
         yield from self.classifier.class_problems()
         if self.classifier.classes and self.class_field is not None:
-            yield f"class_field must be null with classifier.classes; got {self.class_field}"
+            yield must("class_field", "be null with classifier.classes", self.class_field)
 
 
 @dataclass(frozen=True)
@@ -250,10 +248,10 @@ class AgentWriteOptions(SynthesizeOptions):
         if self.scorer.kind is not None:
             yield from self.scorer.kind_problems()
             if self.scorer.kind != "writing" or self.paragraphs != "both":
-                got = f"got {self.scorer.kind} with paragraphs={self.paragraphs}"
-                yield f"scorer.kind must be null or, with paragraphs=both, writing; {got}"
+                got = f"{self.scorer.kind} with paragraphs={self.paragraphs}"
+                yield must("scorer.kind", "be null or, with paragraphs=both, writing", got)
         if self.word_intervals and self.lengths:
-            yield f"lengths must be empty with word_intervals, from which lengths are drawn; got {self.lengths}"
+            yield must("lengths", "be empty with word_intervals, from which lengths are drawn", self.lengths)
 
     @property
     def writing(self) -> Writing:
@@ -292,23 +290,23 @@ class AnswerPairOptions(SynthesizeOptions):
         if not is_given:
             yield from self.endpoint.endpoint_problems()
         elif self.endpoint.base_url:
-            got = f"got {self.endpoint.base_url}"
-            yield f"endpoint.base_url must be null with scorer.kind=given, which asks for no answer; {got}"
+            needed = "be null with scorer.kind=given, which asks for no answer"
+            yield must("endpoint.base_url", needed, self.endpoint.base_url)
         if self.prompts is not None and self.scorer.kind != "judge":
-            got = f"got {self.prompts} with {self.scorer.kind}"
-            yield f"prompts must be null unless scorer.kind=judge, whose request it holds; {got}"
+            got = f"{self.prompts} with {spell(self.scorer.kind)}"
+            yield must("prompts", "be null unless scorer.kind=judge, whose request it holds", got)
         if is_given and self.keep_given:
-            yield "keep_given must be false with scorer.kind=given, which scores no answer; got true"
+            yield must("keep_given", "be false with scorer.kind=given, which scores no answer", True)
         candidates = self.answers + self.keep_given
         least = 1 if self.pair == "best" else 2
         if not is_given and candidates < least:
-            yield f"answers must be at least {least} with pair={self.pair}; got {self.answers}"
+            yield must("answers", f"be at least {least} with pair={self.pair}", self.answers)
         if self.min_scored < least:
-            yield f"min_scored must be at least {least} with pair={self.pair}; got {self.min_scored}"
+            yield must("min_scored", f"be at least {least} with pair={self.pair}", self.min_scored)
         if not is_given and self.min_scored > candidates >= least:
-            yield f"min_scored must be at most the {candidates} answers of a prompt; got {self.min_scored}"
+            yield must("min_scored", f"be at most the {candidates} answers of a prompt", self.min_scored)
         if not is_given and self.answers > 1 and self.sampling.temperature == 0:
-            yield f"sampling.temperature must be above 0 for {self.answers} different answers; got 0"
+            yield must("sampling.temperature", f"be above 0 for {self.answers} different answers", 0)
 
     @property
     def pairing(self) -> Pairing:

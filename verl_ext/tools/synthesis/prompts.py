@@ -10,7 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import UsageError, first_line, reason_of, unknown
+from verl_ext.options import UsageError, first_line, must, reason_of, unknown
 
 LANGUAGES = ("en", "zh")
 PUBLISHED = "published"  # in place of a file: the form of the paper, for tasks that have one
@@ -53,14 +53,14 @@ def load_prompts(path: str | None, task: str) -> dict[str, PromptTexts]:
         texts = _texts(found[task])  # type: ignore[arg-type]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         why = reason_of(error) if isinstance(error, OSError) else first_line(error)
-        raise UsageError(f"prompts must be a YAML file with the prompts of {task}; got {path}: {why}") from error
+        raise UsageError(must("prompts", f"be a YAML file with the prompts of {task}", f"{path}: {why}")) from error
     for name, own in ours["en"].items():
         if name not in texts and name in _MAY_LACK:
             texts[name] = own
         elif name not in texts:
-            raise UsageError(f"prompts must have {task}.{name}; got {path}, which has {', '.join(texts)}")
+            raise UsageError(must("prompts", f"have {task}.{name}", f"{path}, which has {', '.join(texts)}"))
         if missing := set(_PLACEHOLDER.findall(own)) - set(_PLACEHOLDER.findall(texts[name])):
-            raise UsageError(f"prompts: {task}.{name} must contain {{{sorted(missing)[0]}}}; got {path}")
+            raise UsageError(must(f"prompts: {task}.{name}", f"contain {{{sorted(missing)[0]}}}", path))
     for name in sorted(set(texts) - set(ours["en"])):
         raise UsageError(unknown(name, ours["en"], node=task, owner=f"prompts={path}"))
     return dict.fromkeys(LANGUAGES, PromptTexts(texts, fingerprint(texts, digits=8)))
@@ -75,5 +75,5 @@ def _texts(node: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif isinstance(value, str) and value.strip():
             found[f"{prefix}{name}"] = value
         else:
-            raise ValueError(f"{prefix}{name} must be a text")
+            raise ValueError(must(f"{prefix}{name}", "be a text", value))
     return found

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from verl_ext.cache import fingerprint
 from verl_ext.custom import named_object
-from verl_ext.options import DataError, Options, UsageError, first_line, option
+from verl_ext.options import DataError, Options, UsageError, first_line, must, option
 from verl_ext.text.tokenizing import file_facts
 from verl_ext.tools.endpoint.answer import DONE, TOO_LONG, UNPARSABLE, Answer
 from verl_ext.tools.endpoint.client import Client, EndpointOptions, SamplingOptions
@@ -73,9 +73,9 @@ class ScorerOptions(Options):
         """Return a line for each mistake in what the kind needs."""
         kind = str(self.kind)
         if self.kind is None or (kind not in KINDS and ":" not in kind):
-            return [f"scorer.kind must be one of {', '.join(KINDS)}, or module:function; got {self.kind or 'nothing'}"]
+            return [must("scorer.kind", f"be one of {', '.join(KINDS)}, or module:function", self.kind or "nothing")]
         if kind == "reward" and not self.path:
-            return ["scorer.path must name a folder with scorer.kind=reward; got nothing"]
+            return [must("scorer.path", "name a folder with scorer.kind=reward", "nothing")]
         if self.path and kind != "reward":
             return [f"scorer.path is an option of scorer.kind=reward; got {self.path} with {kind}"]
         return list(self.endpoint.endpoint_problems()) if self.asks else []
@@ -112,7 +112,7 @@ class Scorer:
         self._function: Any = None
         kind, path = str(self.options.kind), self.options.path
         if path is not None and not (Path(path) / "config.json").is_file():
-            raise UsageError(f"scorer.path must be a folder with a config.json; got {path}")
+            raise UsageError(must("scorer.path", "be a folder with a config.json", path))
         self._facts = file_facts([path]) if path else []
         if ":" in kind:
             try:
@@ -120,7 +120,7 @@ class Scorer:
             except ValueError as error:
                 raise UsageError(first_line(error)) from error
             if not callable(self._function):
-                raise UsageError(f"scorer.kind must name a function; got {kind}")
+                raise UsageError(must("scorer.kind", "name a function", kind))
 
     @asynccontextmanager
     async def opened(self, store: Store) -> AsyncIterator[list[tuple[Client, Price | None]]]:
@@ -170,9 +170,9 @@ class Scorer:
             score = float(self._function([dict(message) for message in messages], answer))
         except Exception as error:  # the user's code can raise any exception
             got = f"{type(error).__name__}: {first_line(error)}"
-            raise DataError(f"scorer.kind={self.options.kind} must give a number; got {got}") from error
+            raise DataError(must(f"scorer.kind={self.options.kind}", "give a number", got)) from error
         if not math.isfinite(score):
-            raise DataError(f"scorer.kind={self.options.kind} must give a finite number; got {score}")
+            raise DataError(must(f"scorer.kind={self.options.kind}", "give a finite number", score))
         return score
 
     def _rewarded(self, name: str, messages: Sequence[Mapping[str, str]], answer: str) -> Answer:
@@ -213,8 +213,8 @@ class Scorer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
             model = AutoModelForSequenceClassification.from_pretrained(path, dtype="auto")
         except (OSError, ValueError) as error:
-            needed = "scorer.path must hold a sequence classifier that transformers loads"
-            raise UsageError(f"{needed}; got {path}: {first_line(error)}") from error
+            needed = "hold a sequence classifier that transformers loads"
+            raise UsageError(must("scorer.path", needed, f"{path}: {first_line(error)}")) from error
         if model.config.num_labels != 1:
             raise UsageError(f"scorer.path must hold a classifier of one output; {path} has {model.config.num_labels}")
         if not self._tokenizer.chat_template:

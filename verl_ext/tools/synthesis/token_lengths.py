@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from verl_ext.options import UsageError
+from verl_ext.options import UsageError, must
 
 
 class TokenLengths:
@@ -14,7 +14,7 @@ class TokenLengths:
         """Take the trained model's tokenizer; raise UsageError without a tokenizer.json."""
         if not tokenizer.is_fast:
             needed = "a tokenizer with a tokenizer.json, which tells where tokens stand in a text"
-            raise UsageError(f"model.path must have {needed}; got {type(tokenizer).__name__}")
+            raise UsageError(must("model.path", f"have {needed}", type(tokenizer).__name__))
         self._tokenizer = tokenizer
 
     def count(self, text: str) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from verl_ext.custom import named_object
-from verl_ext.options import spell
+from verl_ext.options import must, spell
 from verl_ext.trainer.hooks.answers import AnswersHook
 from verl_ext.trainer.hooks.base import Hook, StepOutcome, closing, load_states, states_of
 from verl_ext.trainer.hooks.console import ConsoleHook
@@ -45,11 +45,11 @@ def hook_classes(names: Sequence[str]) -> tuple[type[Hook], ...]:
     for name in names:
         found = named_object("trainer.hooks", name)
         if not (isinstance(found, type) and issubclass(found, Hook)):
-            must = "trainer.hooks must name subclasses of verl_ext.trainer.hooks.Hook"
-            raise ValueError(f"{must}; got {name}, which is {spell(found)}")
+            needed = "name subclasses of verl_ext.trainer.hooks.Hook"
+            raise ValueError(must("trainer.hooks", needed, f"{name}, which is {spell(found)}"))
         if found.__name__ in {hook.__name__ for hook in (*HOOKS, *own)}:  # by which checkpoints know their states
-            must = "trainer.hooks must name classes of different names, also from those of the trainer's own hooks"
-            raise ValueError(f"{must}; got a second {found.__name__}")
+            needed = "name classes of different names, also from those of the trainer's own hooks"
+            raise ValueError(must("trainer.hooks", needed, f"a second {found.__name__}"))
         own.append(found)
     console = HOOKS.index(ConsoleHook)
     return (*HOOKS[:console], *own, *HOOKS[console:])

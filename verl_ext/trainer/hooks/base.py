@@ -16,7 +16,7 @@ from verl_ext.checkpoint.save import Checkpoints
 from verl_ext.config.run import RunConfig
 from verl_ext.engines.step import StepEngine
 from verl_ext.metrics import StepSums
-from verl_ext.options import first_line, spell
+from verl_ext.options import first_line, must, spell
 from verl_ext.progress import StepProgress
 from verl_ext.redaction import redacted_text
 from verl_ext.trainer.answers import Answers
@@ -171,8 +171,8 @@ def states_of(hooks: Sequence[Hook]) -> dict[str, dict[str, Any]]:
             except (TypeError, ValueError):
                 states[name] = {}
             if repr(states[name]) != repr(state):  # unlike ==, it compares NaN, and the types of numbers
-                must = f"trainer.hooks: {name}.state must return plain values of JSON, which come back as they were"
-                raise ValueError(f"{must}; got {spell(repr(state))}")
+                needed = "return plain values of JSON, which come back as they were"
+                raise ValueError(must(f"trainer.hooks: {name}.state", needed, repr(state)))
     return states
 
 

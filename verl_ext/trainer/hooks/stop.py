@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from verl_ext.config.best import EARLY_STOP, KEEP_BEST, is_gain, is_of_answers
 from verl_ext.launch.protocol import Ending
+from verl_ext.options import must
 from verl_ext.trainer.hooks.base import Hook, StepOutcome, Training
 from verl_ext.trainer.hooks.saving import tolerate_failed_save
 from verl_ext.trainer.signals import requests
@@ -74,7 +75,7 @@ class WatchedHook(Hook):
             if whole not in metrics:
                 continue  # not of this measurement
             if best.metric not in metrics:
-                raise Ending(f"{key} must name a metric that is measured; got {best.metric}, not so at step {step}")
+                raise Ending(must(key, "name a metric that is measured", f"{best.metric}, which step {step} lacks"))
             value = torch.tensor(metrics[best.metric], dtype=torch.float64)
             dist.broadcast(value, src=0, group=self.trainer.hosts)
             if step:

@@ -24,7 +24,7 @@ from verl_ext.config.run import RunConfig
 from verl_ext.files import atomic_write, json_lines, write_json
 from verl_ext.flops import peak_flops
 from verl_ext.launch.protocol import Launcher
-from verl_ext.options import first_line, reason_of
+from verl_ext.options import first_line, must, reason_of
 from verl_ext.redaction import redacted, redacted_text
 from verl_ext.trainer.hooks.base import Hook, StepOutcome
 
@@ -140,10 +140,9 @@ def open_tracking(config: RunConfig, first_step: int) -> Tracking:
                 config=redacted(config.values),
             )
     except Exception as error:  # each tracker has its own exceptions
-        raise ValueError(
-            f"trainer.logger must name trackers that can begin; got {loggers} ({first_line(error)}); without a login "
-            "there are WANDB_MODE=offline and SWANLAB_MODE=offline"
-        ) from error
+        hint = "without a login there are WANDB_MODE=offline and SWANLAB_MODE=offline"
+        got = f"{loggers} ({first_line(error)}); {hint}"
+        raise ValueError(must("trainer.logger", "name trackers that can begin", got)) from error
     # Keep the ids beside the checkpoints, where a resume on any machine finds them.
     keep_run_ids(folder, ids, tracking.logger)
     # Open our own file logger, because verl's would empty the file.
@@ -168,7 +167,7 @@ def read_run_ids(folder: Path) -> dict[str, str]:
     except ValueError:
         ids = None
     if not isinstance(ids, dict):
-        raise ValueError(f"trainer.default_local_dir: {RUN_IDS} must be a JSON object of run ids; got {path}")
+        raise ValueError(must(f"trainer.default_local_dir: {RUN_IDS}", "be a JSON object of run ids", path))
     return ids
 
 

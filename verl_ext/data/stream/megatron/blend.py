@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from verl_ext.options import must
+
 BLOCK = 1 << 16  # samples that are numbered at a time
 MAX_SOURCES = np.iinfo(np.int16).max
 MEGATRON_SURPLUS = 0.005  # megatron-core's mid_level_dataset_surplus
@@ -98,11 +100,11 @@ def check_blend_weights(weights: Sequence[float], key: str = "data.blend") -> No
     """Raise ValueError if a blend's weights cannot be used."""
     shown = str(list(weights)) if len(weights) <= 8 else f"{list(weights[:8])} and {len(weights) - 8} more"
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-        raise ValueError(f"{key} must have weights that are finite and at least 0; got {shown}")
+        raise ValueError(must(key, "have weights that are finite and at least 0", shown))
     if not any(weights):
-        raise ValueError(f"{key} must have a weight above 0; got {shown}")
+        raise ValueError(must(key, "have a weight above 0", shown))
     if len(weights) > MAX_SOURCES:
-        raise ValueError(f"{key} must have at most {MAX_SOURCES} sources; got {len(weights)}")
+        raise ValueError(must(key, f"have at most {MAX_SOURCES} sources", len(weights)))
 
 
 def _sample_numbers(source: NDArray[np.int16], num_sources: int) -> NDArray[np.int64]:

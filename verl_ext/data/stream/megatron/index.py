@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from verl_ext.cache import fingerprint
+from verl_ext.options import must
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -71,7 +72,7 @@ class IndexWriter:
         if len(lengths) and lengths.max() > MAX_LENGTH:
             where = f"{lengths.max()} in document {self.num_documents + int(lengths.argmax())} of {self.files[0]}"
             most = f"at most {MAX_LENGTH} tokens, what an .idx can count"
-            raise ValueError(f"{self.key} must give documents of {most}; got {where}")
+            raise ValueError(must(self.key, f"give documents of {most}", where))
         if tokens.dtype != self.dtype and len(tokens):
             limits = np.iinfo(self.dtype)
             wrong = (tokens < limits.min) | (tokens > limits.max)
@@ -80,7 +81,7 @@ class IndexWriter:
                 document = self.num_documents + int(np.searchsorted(np.cumsum(lengths), at, side="right"))
                 held = f"{self.dtype.name} holds ({limits.min}..{limits.max})"
                 got = f"{tokens[at]} in document {document} of {self.files[0]}"
-                raise ValueError(f"{self.key} must give token ids that {held}; got {got}")
+                raise ValueError(must(self.key, f"give token ids that {held}", got))
         self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self._idx.write(lengths.astype(np.int32).data)
         self.num_documents += len(lengths)
@@ -150,7 +151,7 @@ class TokenIndex:
         expected = self.pointers.item(last) + self.lengths.item(last) * self.dtype.itemsize if last >= 0 else 0
         if bin_size != expected:
             wanted = f"a .bin of {expected} bytes, what the lengths in {self.files[1]} sum to"
-            raise ValueError(f"{self.key} must have {wanted}; got {bin_size} bytes in {self.files[0]}")
+            raise ValueError(must(self.key, f"have {wanted}", f"{bin_size} bytes in {self.files[0]}"))
         borders = np.frombuffer(self._idx, np.int64, num_borders, borders_at)
         if self._longest_document(borders, block) > 1:
             borders = np.unique(borders)
@@ -201,10 +202,8 @@ class TokenIndex:
             with open(path, "rb") as file:
                 return os.fstat(file.fileno()).st_size
         except OSError as error:
-            raise ValueError(
-                f"{self.key} must name a corpus in Megatron's indexed form, PREFIX.bin and PREFIX.idx; got "
-                f"{self.prefix}: {path}: {error.strerror}"
-            ) from error
+            needed = "name a corpus in Megatron's indexed form, PREFIX.bin and PREFIX.idx"
+            raise ValueError(must(self.key, needed, f"{self.prefix}: {path}: {error.strerror}")) from error
 
     def _read_header(self, size: int) -> tuple[np.dtype[Any], int, int]:
         """Return (dtype of .bin, N, M) of an .idx of `size` bytes."""
@@ -260,7 +259,7 @@ class TokenIndex:
         return longest
 
     def _idx_error(self, requirement: str, found: object) -> ValueError:
-        return ValueError(f"{self.key} must {requirement} in {self.files[1]}; got {found}")
+        return ValueError(must(self.key, f"{requirement} in {self.files[1]}", found))
 
 
 class IndexPart(TokenIndex):

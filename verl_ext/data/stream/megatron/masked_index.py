@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from verl_ext.data.stream.megatron.index import IndexWriter
-from verl_ext.options import DataError
+from verl_ext.options import DataError, must
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Document, Documents, join_documents
 
@@ -45,14 +45,15 @@ class MaskedIndexes:
         """
         key, lengths, most = self._keys[documents.category_id - 1], documents.lengths, self._most
         if documents.units is not None:
-            raise DataError(f"{key} must hold no preferences with format=megatron, which cannot say which is rejected")
+            needed = "hold no preferences with format=megatron, which cannot say which is rejected"
+            raise DataError(must(key, needed, "some"))
         if documents.weights is not None:
-            raise DataError(f"{key} must have no weights with format=megatron, whose masks are 0 and 1; got some")
+            raise DataError(must(key, "have no weights with format=megatron, whose masks are 0 and 1", "some"))
         if most is None or not (lengths > most).any():
             return documents
         if self._over_length == "error":
-            got = f"got {most}, and one has {lengths.max()} tokens: raise it or choose over_length=drop|truncate|split"
-            raise DataError(f"max_document_tokens must hold every document of {key}; {got}")
+            got = f"{most}, and one has {lengths.max()} tokens: raise it or choose over_length=drop|truncate|split"
+            raise DataError(must("max_document_tokens", f"hold every document of {key}", got))
         kept: list[Document] = []
         for start, length in zip(documents.starts.tolist(), lengths.tolist(), strict=True):
             stop = {"drop": 0 if length > most else length, "truncate": most, "split": length}[self._over_length]

@@ -26,6 +26,7 @@ from verl_ext.cache import cached_arrays, fingerprint, stored_arrays
 from verl_ext.data.stream.megatron.blend import BLEND_RULES, Order, check_blend_weights
 from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.files import file_state
+from verl_ext.options import must
 
 FORMAT = 2  # raise it when the same input gives other arrays
 BLOCK = 1 << 18  # documents located at a time
@@ -94,7 +95,7 @@ def check_has_sample(num_tokens: int, needed: int, key: str) -> None:
     """Raise ValueError if a corpus has fewer tokens than one sample needs."""
     if num_tokens < needed:
         raise ValueError(
-            f"{key} must have the {needed} tokens that a sample of data.seq_len needs; got {num_tokens} tokens"
+            must(key, f"have the {needed} tokens that a sample of data.seq_len needs", f"{num_tokens} tokens")
         )
 
 

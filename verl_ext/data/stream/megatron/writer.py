@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from verl_ext.data.stream.megatron.index import IndexWriter
-from verl_ext.options import DataError
+from verl_ext.options import DataError, must
 from verl_ext.text.encoder_texts import TextRecordEncoder, optimal_dtype
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.tokenizing import tokenize_files
@@ -116,4 +116,4 @@ def _check_has_document(counted: tuple[str, Counts]) -> None:
     key, counts = counted
     if not counts.documents:
         bad = "; ".join(f"{reason}: {count:,}" for reason, count in sorted(counts.bad.items())) or "no record"
-        raise DataError(f"{key} must hold at least one document; got none ({bad})")
+        raise DataError(must(key, "hold at least one document", f"none ({bad})"))
