@@ -10,23 +10,26 @@ import pytest
 from verl_ext.options import spell
 
 
-def names(line: str, thing: Any) -> bool:
-    """Whether a line has a key, a path or a value as a whole: `data.max` is not in `data.max_tokens`."""
-    return re.search(rf"(?<![\w.]){re.escape(spell(thing))}(?![\w]|\.\w)", line) is not None
+def names(line: str, *things: Any) -> bool:
+    """Whether a line has each key, path or value as a whole: `data.max` is not in `data.max_tokens`."""
+    return all(re.search(rf"(?<![\w.]){re.escape(spell(thing))}(?!\w|\.\w)", line) for thing in things)
 
 
 @contextmanager
-def refused(*things: Any, error: type[Exception] = ValueError) -> Iterator[pytest.ExceptionInfo]:
+def refused(
+    *things: Any, error: type[BaseException] = ValueError, alone: bool = True
+) -> Iterator[pytest.ExceptionInfo[Any]]:
     """Expect one line that names the given keys, places, reasons and received values, in any order.
 
         with refused("data.max_tokens", 1):
             PackOptions(max_tokens=1)
 
-    A value is looked for as users write it (null, true). The line itself is `raised.value` of what `as raised` gives.
+    A value is looked for as users write it (null, true), and the reason code of a bad record beside its line, which
+    is `raised.value` of what `as raised` gives. alone: no line of another mistake stands beside it.
     """
     with pytest.raises(error) as raised:
         yield raised
-    line = str(raised.value)
-    assert len(line.splitlines()) == 1, f"an error is one line; got {line!r}"
-    missing = [thing for thing in things if not names(line, thing)]
-    assert not missing, f"the line must name {missing}; got {line!r}"
+    lines, reason = str(raised.value).splitlines(), getattr(raised.value, "reason", None)
+    assert len(lines) == 1 or not alone, f"the error is one line; got {lines}"
+    missing = min(([each for each in things if each != reason and not names(line, each)] for line in lines), key=len)
+    assert not missing, f"a line must name {missing} of {things}; got {lines}"
