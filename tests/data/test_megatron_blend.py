@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.lib.errors import refused
 from verl_ext.data.stream.megatron.blend import blend_order, megatron_blend_order, normalised
 
 WEIGHTS = st.lists(
@@ -93,17 +94,17 @@ def test_megatrons_rule_is_no_bound_and_the_default_is():
 
 @pytest.mark.parametrize("order", [blend_order, megatron_blend_order])
 @pytest.mark.parametrize(
-    ("weights", "message"),
+    ("weights", "things"),
     [
-        ([0.5, -0.5], r"data\.blend must have weights that are finite and at least 0; got \[0\.5, -0\.5\]"),
-        ([1.0, float("nan")], r"data\.blend must have weights that are finite and at least 0; got \[1\.0, nan\]"),
-        ([1.0, float("inf")], r"data\.blend must have weights that are finite .*; got \[1\.0, inf\]"),
-        ([0, 0.0], r"data\.blend must have a weight above 0; got \[0, 0\.0\]"),
-        ([], r"data\.blend must have a weight above 0; got \[\]"),
-        ([1.0] * 32768, r"data\.blend must have at most 32767 sources; got 32768"),
-        ([0.0] * 12, r"data\.blend must have a weight above 0; got \[.*0\.0\] and 4 more"),
+        ([0.5, -0.5], ("finite", "[0.5, -0.5]")),
+        ([1.0, float("nan")], ("finite", "[1.0, nan]")),
+        ([1.0, float("inf")], ("finite", "[1.0, inf]")),
+        ([0, 0.0], ("a weight", "[0, 0.0]")),
+        ([], ("a weight", "[]")),
+        ([1.0] * 32768, (32767, 32768)),
+        ([0.0] * 12, ("a weight", f"{[0.0] * 8} and 4 more")),
     ],
 )
-def test_refuses_weights_that_cannot_be_used(order, weights, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
+def test_refuses_weights_that_cannot_be_used(order, weights, things):
+    with refused("data.blend", *things):
         order(weights, 10)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.lib.errors import refused
 from verl_ext.data.packs.mixture import mixture_report
 from verl_ext.packing import Spans
 from verl_ext.packing.mixture import TOLERANCE, IntervalDraw, MixtureSource, draw_mixture
@@ -92,7 +93,7 @@ def test_weighted_sources_share_what_the_budgets_in_tokens_leave_of_the_total(le
     sources = [MixtureSource("fixed", tokens=10_000), MixtureSource("one", weight=1), MixtureSource("three", weight=3)]
     wanted = [interval.budget for interval in draw(lengths, *sources, total_tokens=50_000)]
     assert wanted == [10_000, 10_000, 30_000]
-    with pytest.raises(ValueError, match=r"^data.mixture.total_tokens must leave tokens .*got 10000, .* sum to 10000$"):
+    with refused("data.mixture.total_tokens", 10000):
         draw(lengths, *sources, total_tokens=10_000)
 
 
@@ -112,25 +113,21 @@ def test_the_scale_is_a_factor_on_every_budget(lengths):
 
 
 def test_an_interval_without_a_document_is_an_error_that_names_it(lengths):
-    with pytest.raises(
-        ValueError, match=r"data.mixture.sources.long.intervals .*more than 128 and at most 256"
-    ) as told:
+    with refused("data.mixture.sources.long.intervals", 128, 256):
         draw(lengths, MixtureSource("long", tokens=10_000, edges=(64, 128, 256)))
-    assert "\n" not in str(told.value)
 
 
 def test_a_source_without_documents_or_with_a_budget_for_none_is_an_error():
-    with pytest.raises(ValueError, match=r"data.mixture.sources.all must have at least one document .*got none"):
+    with refused("data.mixture.sources.all", "none"):
         draw_mixture(np.array([5]), [MixtureSource("all", tokens=5)], [np.arange(0)], seed=0)
-    with pytest.raises(ValueError, match=r"sources.all must have tokens for at least one document; got 40 .* has 100"):
+    with refused("data.mixture.sources.all", 40, 100):
         draw(np.array([100, 120]), MixtureSource("all", tokens=40))
 
 
 @pytest.mark.parametrize(("tokens", "scale"), [(4e19, 1.0), (2.0**53, 2.0**53), (2e10, 1.0)])
 def test_a_budget_far_too_large_is_one_line_with_its_key(tokens, scale):
-    with pytest.raises(ValueError, match=r"^data.mixture.sources.all must draw fewer than 2\^31 documents") as told:
+    with refused("data.mixture.sources.all", "2^31"):
         draw(np.array([5, 4]), MixtureSource("all", tokens=tokens), scale=scale)
-    assert "\n" not in str(told.value)
 
 
 def test_an_interval_that_nothing_is_wanted_of_is_not_off():

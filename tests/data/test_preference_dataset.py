@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.lib.errors import refused
 from tests.lib.tokenized_data import random_units, write_tokenized, write_units
 from verl_ext.data.families.preference import PreferenceDataSet
 from verl_ext.data.packs.sft_options import FREE_STRATEGIES
@@ -80,7 +81,7 @@ def test_sharing_lets_a_pack_hold_a_longer_unit(folder, documents):
     starts = np.flatnonzero([document["unit"] for document in documents])
     lengths = np.array([len(document["input_ids"]) for document in documents])
     longest = int(np.add.reduceat(lengths, starts).max())
-    with pytest.raises(ValueError, match=rf"data\.max_tokens must hold every unit .*; got {longest - 1}, and 1 of 10"):
+    with refused("data.max_tokens", longest - 1, "1 of 10"):
         opened(folder, max_tokens=longest - 1)
     assert len(opened(folder, max_tokens=longest - 1, share_prefixes=True, share_least=2)) > 1
 
@@ -133,11 +134,11 @@ def test_the_digest_depends_on_sides_and_weights(folder, documents, tmp_path):
 
 def test_what_is_no_preference_is_refused(tmp_path, folder):
     plain = write_tokenized(tmp_path / "plain", [{"input_ids": [1, 2], "loss_mask": [0, 1], "category_ids": [0, 0]}])
-    with pytest.raises(ValueError, match=r"data\.train_dir must hold the answers of preferences.*loss=token"):
+    with refused("data.train_dir", "preferences", "loss=token"):
         opened(plain)
     assert len(opened([folder, plain])) > 0  # a document beside preferences is learnt by its likelihood
-    with pytest.raises(ValueError, match=r"data\.pad_mode must be no_padding with data=preference; got right"):
+    with refused("data.pad_mode", "no_padding", "right"):
         opened(folder, pad_mode="right")
     for policy in ("truncate", "split"):
-        with pytest.raises(ValueError, match=rf"data\.over_length must be one of error, drop; got {policy}"):
+        with refused("data.over_length", "error, drop", policy):
             opened(folder, over_length=policy)

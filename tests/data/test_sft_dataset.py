@@ -10,6 +10,7 @@ from datasets import load_from_disk
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
+from tests.lib.errors import refused
 from tests.lib.stock_verl import needs_stock_verl
 from tests.lib.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
@@ -213,7 +214,7 @@ def report_of(dataset):
 
 
 def test_over_length_documents_are_an_error_by_default(over_length):
-    with pytest.raises(ValueError, match="3 of 5 documents are longer, the longest has 6 tokens"):
+    with refused("data.max_tokens", "3 of 5", "6 tokens"):
         SFTDataSet(over_length, max_tokens=4)
 
 
@@ -250,19 +251,18 @@ def test_split_documents_keep_every_token_and_restart_positions(over_length):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "things"),
     [
-        ({"max_tokens": None}, "data.max_tokens must be given"),
-        ({"pad_mode": "right", "padding_value": None}, "padding_value .* must be a whole number; got null"),
-        ({"parquet_files": "x"}, "data.train_dir must be given once"),
-        ({"train_dir": None}, "data.train_dir must name a tokenized dataset folder; got None"),
-        ({"train_dir": []}, "data.train_dir must name a tokenized dataset folder; got "),
+        ({"max_tokens": None}, ("data.max_tokens",)),
+        ({"pad_mode": "right", "padding_value": None}, ("padding_value", None)),
+        ({"parquet_files": "x"}, ("data.train_dir", "once", "parquet_files='x'")),
+        ({"train_dir": None}, ("data.train_dir", "folder", "None")),
+        ({"train_dir": []}, ("data.train_dir", "folder", "[]")),
     ],
 )
-def test_a_wrong_option_is_answered_with_its_key(folder, options, message):
-    with pytest.raises(ValueError, match=message) as error:
+def test_a_wrong_option_is_answered_with_its_key(folder, options, things):
+    with refused(*things):
         SFTDataSet(**{"train_dir": folder, "max_tokens": 20, **options})
-    assert "\n" not in str(error.value)
 
 
 # Scan, categories, workers

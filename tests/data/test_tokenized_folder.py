@@ -13,6 +13,7 @@ from datasets.features import LargeList
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.lib.errors import refused
 from tests.lib.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet, check_vocabulary
 from verl_ext.data.tokenized.arrow import ListColumn, TokenizedData
@@ -203,29 +204,28 @@ def test_blocks_cover_every_row_once_within_their_budget(tmp_path_factory, lengt
 # Bad folders
 
 
-def assert_refused(folder, message, **options):
-    with pytest.raises(ValueError, match=message) as error:
+def assert_refused(folder, *things, **options):
+    with refused(options.get("key", "data.train_dir"), *things):
         SFTDataSet(str(folder), **{"max_tokens": 100, **options}).scan()
-    assert "\n" not in str(error.value)
 
 
 def test_a_missing_folder_is_refused(tmp_path):
-    assert_refused(tmp_path / "no", "^data.train_dir must be a folder written by .*/no does not exist$")
-    assert_refused(tmp_path / "no", "^data.val_dir must be", key="data.val_dir")
+    for key in ("data.train_dir", "data.val_dir"):
+        assert_refused(tmp_path / "no", tmp_path / "no", "exist", key=key)
 
 
 def test_a_file_an_empty_folder_and_any_other_folder_are_refused(tmp_path):
     (tmp_path / "train.parquet").write_text("")
     (tmp_path / "empty").mkdir()
-    assert_refused(tmp_path / "train.parquet", "train.parquet is a file$")
-    assert_refused(tmp_path / "empty", "empty is empty$")
-    assert_refused(tmp_path, "has no state.json and dataset_info.json$")
+    assert_refused(tmp_path / "train.parquet", tmp_path / "train.parquet", "a file")
+    assert_refused(tmp_path / "empty", tmp_path / "empty", "is empty")
+    assert_refused(tmp_path, tmp_path, "state.json", "dataset_info.json")
 
 
 def test_a_dataset_dict_is_refused_with_its_splits(tmp_path, documents):
     one = load_from_disk(write_tokenized(tmp_path / "one", documents))
     DatasetDict({"validation": one, "train": one}).save_to_disk(str(tmp_path / "dict"))
-    assert_refused(tmp_path / "dict", "dict is a DatasetDict of train, validation: give .*/dict/train$")
+    assert_refused(tmp_path / "dict", "DatasetDict of train, validation", tmp_path / "dict/train")
     assert len(SFTDataSet(str(tmp_path / "dict" / "train"), 100)) == 1
 
 
@@ -234,16 +234,13 @@ def test_a_folder_whose_arrow_file_is_missing_or_cut_is_refused(tmp_path, docume
     write_tokenized(folder, documents)
     arrow = next(folder.glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:200])
-    assert_refused(folder, "data.train_dir must be a complete dataset folder; .* cannot be opened: ")
+    assert_refused(folder, folder, "opened")
     arrow.unlink()
-    assert_refused(folder, "data.train_dir must be a complete dataset folder; .* cannot be opened: ")
+    assert_refused(folder, folder, "opened")
 
 
-@pytest.mark.parametrize(
-    ("damaged", "message"),
-    [(b"gull_length", r"must have the columns .* lacks full_length \("), (b"\xffull_length", "cannot be opened: ")],
-)
-def test_a_folder_of_ours_with_a_damaged_name_of_a_column_is_refused(tmp_path, documents, damaged, message):
+@pytest.mark.parametrize(("damaged", "thing"), [(b"gull_length", "lacks full_length"), (b"\xffull_length", "opened")])
+def test_a_folder_of_ours_with_a_damaged_name_of_a_column_is_refused(tmp_path, documents, damaged, thing):
     folder = tmp_path / "data"
     folder.mkdir()
     writer = DatasetWriter(folder)
@@ -251,25 +248,25 @@ def test_a_folder_of_ours_with_a_damaged_name_of_a_column_is_refused(tmp_path, d
     writer.close()
     arrow = next(folder.glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes().replace(b"full_length", damaged))
-    assert_refused(folder, message)
+    assert_refused(folder, folder, thing)
 
 
 def test_a_broken_state_file_is_refused(tmp_path, documents):
     folder = tmp_path / "data"
     write_tokenized(folder, documents)
     (folder / "state.json").write_text("{}")
-    assert_refused(folder, "data.train_dir must be a complete dataset folder; .* cannot be opened: ")
+    assert_refused(folder, folder, "opened")
 
 
 def test_missing_columns_are_named(tmp_path):
     Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}).save_to_disk(str(tmp_path / "data"))
-    assert_refused(tmp_path / "data", r"lacks loss_mask, category_ids, length \(it has input_ids, text\)$")
+    assert_refused(tmp_path / "data", "lacks loss_mask, category_ids, length", "it has input_ids, text")
 
 
 def test_a_dataset_without_documents_is_refused(tmp_path):
     for shards in (0, 1):
         folder = write_tokenized(tmp_path / str(shards), [], num_shards=shards or None)
-        assert_refused(folder, f"must hold at least one document; .*/{shards} has none$")
+        assert_refused(folder, folder, "none")
 
 
 @pytest.mark.parametrize("column", ["loss_mask", "category_ids", "loss_weight", "length"])
@@ -278,68 +275,68 @@ def test_lengths_that_disagree_name_the_first_row(tmp_path, documents, column):
     documents[5][column] = 3 if column == "length" else documents[5][column][:3]
     folder = write_tokenized(tmp_path / "data", documents, loss_weight=True)
     named = "length 4 and 9 input_ids" if column == "length" else f"length 9 and 4 {column}"
-    assert_refused(folder, rf"in every row; row 2 has {named} \(2 such rows\)$")
+    assert_refused(folder, f"row 2 has {named}", "2 such rows")
 
 
 @pytest.mark.parametrize(
-    ("column", "values", "message"),
+    ("column", "values", "things"),
     [
-        ("input_ids", ["a b"], "must have column input_ids as a list of integer values; got string"),
-        ("input_ids", [[0.5, 1.5]], "must have column input_ids as a list of integer values; got list<"),
-        ("loss_mask", [["x", "y"]], "must have column loss_mask as a list of integer or boolean values; got list<"),
-        ("length", [2.0], "must have column length as integer; got double"),
-        ("length", [None], "must have column length as integer; got null|must have no null in column length"),
-        ("input_ids", [[1, None]], r"must have no null in column input_ids; rows 0..0 hold one"),
-        ("category_ids", [None], "category_ids"),
+        ("input_ids", ["a b"], ("list of integer", "string")),
+        ("input_ids", [[0.5, 1.5]], ("list of integer", "got list")),
+        ("loss_mask", [["x", "y"]], ("list of integer or boolean", "got list")),
+        ("length", [2.0], ("integer", "double")),
+        ("length", [None], (None,)),
+        ("input_ids", [[1, None]], (None, "rows 0..0")),
+        ("category_ids", [None], ()),
     ],
 )
-def test_columns_of_a_wrong_type_are_named(tmp_path, column, values, message):
+def test_columns_of_a_wrong_type_are_named(tmp_path, column, values, things):
     columns = {"input_ids": [[1, 2]], "loss_mask": [[0, 1]], "category_ids": [[0, 1]], "length": [2]}
     Dataset.from_dict({**columns, column: values}).save_to_disk(str(tmp_path / "data"))
-    assert_refused(tmp_path / "data", f"^data.train_dir .*({message})")
+    assert_refused(tmp_path / "data", f"column {column}", *things)
 
 
 def test_loss_weight_in_one_of_two_folders_is_refused(tmp_path, documents):
     folders = [write_tokenized(tmp_path / str(at), documents, loss_weight=bool(at)) for at in (0, 1)]
-    with pytest.raises(ValueError, match=r"must have loss_weight in all of its folders or in none; .*/0 lacks it"):
+    with refused("data.train_dir", "loss_weight", folders[0]):
         SFTDataSet(folders, 100)
 
 
 def test_a_loss_mask_that_is_zero_everywhere_is_refused(tmp_path):
     folder = write_tokenized(tmp_path / "data", [document([0, 0]), document([1, 0])])
-    assert_refused(folder, "data.train_dir must have target tokens; loss_mask is 0 everywhere .* its 2 documents$")
+    assert_refused(folder, "target", "loss_mask", "2 documents")
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("column", "values", "got"),
     [
-        ({"loss_mask": [0, 2]}, "must have loss_mask 0 or 1; got 2 in row 1$"),
-        ({"loss_mask": [0, -1]}, "must have loss_mask 0 or 1; got -1 in row 1$"),
-        ({"category_ids": [0, -3]}, "must have category_ids at least 0; got -3 in row 1$"),
-        ({"loss_weight": [1.0, -0.5]}, "must have loss_weight finite and at least 0; got -0.5 in row 1$"),
-        ({"loss_weight": [1.0, float("nan")]}, "must have loss_weight finite and at least 0; got nan in row 1$"),
-        ({"loss_weight": [float("inf"), 1.0]}, "must have loss_weight finite and at least 0; got inf in row 1$"),
+        ("loss_mask", [0, 2], 2),
+        ("loss_mask", [0, -1], -1),
+        ("category_ids", [0, -3], -3),
+        ("loss_weight", [1.0, -0.5], -0.5),
+        ("loss_weight", [1.0, float("nan")], "nan"),
+        ("loss_weight", [float("inf"), 1.0], "inf"),
     ],
 )
-def test_values_out_of_range_name_their_row(tmp_path, wrong, message):
-    documents = [document([0, 1, 1]), {**document([0, 1]), **wrong}, document([0, 1])]
-    assert_refused(write_tokenized(tmp_path / "data", documents, loss_weight=True), message)
+def test_values_out_of_range_name_their_row(tmp_path, column, values, got):
+    documents = [document([0, 1, 1]), {**document([0, 1]), column: values}, document([0, 1])]
+    assert_refused(write_tokenized(tmp_path / "data", documents, loss_weight=True), column, f"{got} in row 1")
 
 
 def test_token_ids_outside_the_vocabulary_are_refused(tmp_path):
     scan = scan_of(write_tokenized(tmp_path / "data", [document([0, 1], tokens=[3, 40])]))
     check_vocabulary((scan.min_token_id, scan.max_token_id), 41)
-    with pytest.raises(ValueError, match=r"data.val_dir must hold .* \(0..39\); got ids from 3 to 40"):
+    with refused("data.val_dir", "0..39", "3 to 40"):
         check_vocabulary((scan.min_token_id, scan.max_token_id), 40, key="data.val_dir")
     negative = scan_of(write_tokenized(tmp_path / "negative", [document([0, 1], tokens=[-1, 40])]))
-    with pytest.raises(ValueError, match="got ids from -1 to 40"):
+    with refused("-1 to 40"):
         check_vocabulary((negative.min_token_id, negative.max_token_id), 100)
 
 
 def test_max_tokens_below_every_document_is_refused(tmp_path, documents):
     folder = write_tokenized(tmp_path / "data", documents[2:6:2] + documents[3:4])
-    assert_refused(folder, "got 2, but 3 of 3 documents are longer, the longest has 16 tokens", max_tokens=2)
-    assert_refused(folder, "data.over_length=drop leaves none", max_tokens=2, over_length="drop")
+    assert_refused(folder, "data.max_tokens", 2, "3 of 3", "16 tokens", max_tokens=2)
+    assert_refused(folder, "data.max_tokens", 2, "data.over_length=drop", "none", max_tokens=2, over_length="drop")
 
 
 def assert_same_packs(ours, theirs):

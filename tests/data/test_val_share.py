@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import load_from_disk
 
+from tests.lib.errors import refused
 from tests.lib.shown import audit_of
 from tests.lib.tokenized_text import made
 from verl_ext.commands.tokenize import summary
@@ -242,24 +243,20 @@ def test_hashes_tell_documents_apart_by_their_tokens_and_order() -> None:
     assert repeated(hashes).tolist() == [False, True, False, False, True]
 
 
-@pytest.mark.parametrize("share", ["0", "0.0", "1.0", "1.5", "-0.1", "-3", "true", "all", "{a: 0.1}"])
+@pytest.mark.parametrize("share", ["0", "0.0", "1.0", "1.5", "-0.1", "-3", "true", "all", "{'a': 0.1}"])
 def test_a_share_that_is_none_is_refused_with_its_key(tmp_path: Path, chatml: Path, share: str) -> None:
-    with pytest.raises(UsageError, match=r"^val_share must be a share above 0 and below 1, or a whole number"):
+    with refused("val_share", f"got {share}", error=UsageError):
         made(tmp_path, chatml, {"a": CHATS}, f"val_share={share}")
 
 
 @pytest.mark.parametrize(
-    ("share", "message"),
-    [
-        ("1e-9", r"val_share must hold out a document; got 1e-09, which holds out 0 of 120 records"),
-        ("0.9999999", r"val_share must leave a document for training; got 0.9999999, which holds out 120 of 120"),
-        ("500", r"val_share must leave a document for training; got 500, which holds out 120 of 120"),
-    ],
+    ("share", "things"),
+    [("1e-9", (1e-9, "0 of 120")), ("0.9999999", (0.9999999, "120 of 120")), ("500", (500, "120 of 120"))],
 )
 def test_a_share_that_leaves_a_side_empty_is_refused_and_writes_nothing(
-    tmp_path: Path, chatml: Path, share: str, message: str
+    tmp_path: Path, chatml: Path, share: str, things: tuple[object, ...]
 ) -> None:
-    with pytest.raises(DataError, match=message):
+    with refused("val_share", *things, error=DataError):
         made(tmp_path, chatml, {"a": CHATS}, f"val_share={share}")
     assert not (tmp_path / "out").exists()
 
