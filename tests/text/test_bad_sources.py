@@ -16,6 +16,7 @@ from datasets import Dataset
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
 from tests.lib.document_texts import zstd
+from tests.lib.errors import names, refused
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, main, tokenize
 from verl_ext.options import DataError, UsageError
@@ -39,12 +40,9 @@ def read(path: Path | str) -> list[tuple[str, Any]]:
     return found
 
 
-def refusal(path: Path | str) -> str:
-    with pytest.raises((DataError, UsageError)) as error:
+def assert_refused(path: Path | str, *things: Any, error: type[Exception] = DataError) -> None:
+    with refused(*things, error=error):
         read(path)
-    message = str(error.value)
-    assert "\n" not in message
-    return message
 
 
 def written(path: Path, content: bytes | str) -> Path:
@@ -53,23 +51,24 @@ def written(path: Path, content: bytes | str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "things"),
     [
-        ('"a": 1, "a": 2', "duplicate_key: an object has the key 'a' more than once"),
-        ('"b": [{"a": 1, "c": 0, "a": 2}]', "duplicate_key: an object has the key 'a' more than once"),
-        ('"a": NaN', "malformed_json: malformed JSON: NaN is not JSON"),
-        ('"a": -Infinity', "malformed_json: malformed JSON: -Infinity is not JSON"),
-        ('"a": 1e400', "malformed_json: malformed JSON: the number 1e400 is too large"),
-        ('"a": ' + "1" * 5000, "malformed_json: malformed JSON: a whole number has more digits than Python converts"),
+        ('"a": 1, "a": 2', ("duplicate_key", "'a'")),
+        ('"b": [{"a": 1, "c": 0, "a": 2}]', ("duplicate_key", "'a'")),
+        ('"a": NaN', ("malformed_json", "NaN")),
+        ('"a": -Infinity', ("malformed_json", "-Infinity")),
+        ('"a": 1e400', ("malformed_json", "1e400")),
+        ('"a": ' + "1" * 5000, ("malformed_json", "digits")),
     ],
 )
 def test_json_that_python_would_change_unsaid_is_a_bad_record_and_the_next_is_read(
-    tmp_path: Path, fields: str, told: str
+    tmp_path: Path, fields: str, things: tuple[str, ...]
 ) -> None:
-    lines = written(tmp_path / "a.jsonl", f'{{{fields}}}\n{{"text": "b"}}\n')
-    assert read(lines) == [(f"{lines}:1", told), (f"{lines}:2", {"text": "b"})]
-    array = written(tmp_path / "a.json", f'[{{{fields}}}, {{"text": "b"}}]')
-    assert read(array) == [(f"{array}:1", told), (f"{array}:2", {"text": "b"})]
+    for name, content in (("a.jsonl", '{{{}}}\n{{"text": "b"}}\n'), ("a.json", '[{{{}}}, {{"text": "b"}}]')):
+        path = written(tmp_path / name, content.format(fields))
+        ((place, bad), following) = read(path)
+        assert (place, following) == (f"{path}:1", (f"{path}:2", {"text": "b"}))
+        assert names(bad, *things)
 
 
 def test_whole_numbers_are_read_exactly() -> None:
@@ -79,53 +78,53 @@ def test_whole_numbers_are_read_exactly() -> None:
 @pytest.mark.parametrize("blanks", [0, 5000])
 def test_an_error_in_a_json_list_names_the_record(tmp_path: Path, blanks: int) -> None:
     path = written(tmp_path / "a.json", "\n" * blanks + '[{"text": "a"}, {"text": }]')
-    assert refusal(path) == f"{path}: malformed JSON: Expecting value in record 2"
+    assert_refused(path, path, "malformed", "record 2")
     path = written(tmp_path / "b.json", " " * blanks + '{"text": "a"}\n{"text": "b"}\n')
     assert [record for _, record in read(path)] == [{"text": "a"}, {"text": "b"}]
 
 
 def test_an_error_early_in_a_long_json_list_is_found_without_reading_the_rest(tmp_path: Path) -> None:
     path = written(tmp_path / "a.json.gz", gzip.compress(b'[{"text" 1}' + b" " * (8 << 20) + b"]")[:-64])
-    assert refusal(path).endswith("malformed JSON: Expecting ':' delimiter in record 1")  # and not of the cut end
+    assert_refused(path, path, "malformed", "':' delimiter in record 1")  # and not of the cut end
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "things"),
     [
-        ("a.json", b'{\n "data": []\n}', "a list of records, or one object on each line; its first object goes on"),
-        ("a.json", b"", "must be JSON; it is empty"),
-        ("a.json", b"[" * 100_000, "nested too deep"),
-        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "must be UTF-8; it is UTF-16"),
-        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16-le"), "must be UTF-8; its first bytes have a NUL"),
-        ("a.json", '[{"text": "a"}]'.encode("utf-32"), "must be UTF-8; it is UTF-32"),
-        ("a.csv", "text\na\n".encode("utf-16"), "must be UTF-8; it is UTF-16"),
-        ("a.csv", b"\nid,text,text\n1,a,b\n", "a.csv:2: the header's columns must have different names; got 'text'"),
-        ("a.tsv", b'text\tid\n"a\n', "a.tsv:2: malformed"),
-        ("a.csv", b"text\n" + b"a\n" * 100 + b"caf\xe9\n", "a.csv:102: must be UTF-8; byte 4 of the line is not"),
-        ("a.parquet", b"", "cannot be read as parquet"),
+        ("a.json", b'{\n "data": []\n}', ("a list", "first object")),
+        ("a.json", b"", ("JSON", "empty")),
+        ("a.json", b"[" * 100_000, ("nested",)),
+        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), ("UTF-8", "UTF-16")),
+        ("a.jsonl", '{"text": "a"}\n'.encode("utf-16-le"), ("UTF-8", "NUL")),
+        ("a.json", '[{"text": "a"}]'.encode("utf-32"), ("UTF-8", "UTF-32")),
+        ("a.csv", "text\na\n".encode("utf-16"), ("UTF-8", "UTF-16")),
+        ("a.csv", b"\nid,text,text\n1,a,b\n", ("a.csv:2", "header", "'text'")),
+        ("a.tsv", b'text\tid\n"a\n', ("a.tsv:2", "malformed")),
+        ("a.csv", b"text\n" + b"a\n" * 100 + b"caf\xe9\n", ("a.csv:102", "UTF-8", "byte 4")),
+        ("a.parquet", b"", ("parquet",)),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, content: bytes, told: str) -> None:
-    message = refusal(written(tmp_path / name, content))
-    assert message.startswith(str(tmp_path / name))
-    assert told in message
+def test_a_file_that_cannot_be_read_is_one_line(
+    tmp_path: Path, name: str, content: bytes, things: tuple[str, ...]
+) -> None:
+    assert_refused(written(tmp_path / name, content), tmp_path / name, *things)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "things"),
     [
-        ("a.txt", "text".encode("utf-16"), "not_utf8: text must be UTF-8; it is UTF-16"),
-        ("a.txt", b"text one\0two", "nul_byte: text must have no NUL bytes; byte 9 is one"),
-        ("a.csv", b"id,text\n1,a\0b\n", "nul_byte: malformed CSV: a cell has a NUL byte"),
-        ("a.csv", b"id,text\n1\n", "malformed_row: malformed CSV: 1 cells in a row, 2 in the header"),
-        ("a.jsonl", b'{"text": "a"}\r{"text": "b"}\r', "with LF or CR LF, not with CR alone"),
+        ("a.txt", "text".encode("utf-16"), ("not_utf8", "UTF-16")),
+        ("a.txt", b"text one\0two", ("nul_byte", "byte 9")),
+        ("a.csv", b"id,text\n1,a\0b\n", ("nul_byte", "cell")),
+        ("a.csv", b"id,text\n1\n", ("malformed_row", "1 cells", 2)),
+        ("a.jsonl", b'{"text": "a"}\r{"text": "b"}\r', ("LF or CR LF", "CR alone")),
     ],
 )
 def test_text_that_no_record_can_be_made_of_is_a_bad_record(
-    tmp_path: Path, name: str, content: bytes, told: str
+    tmp_path: Path, name: str, content: bytes, things: tuple[Any, ...]
 ) -> None:
     ((_, record),) = read(written(tmp_path / name, content))
-    assert told in record
+    assert names(record, *things)
 
 
 def test_tab_separated_values_are_read_as_comma_separated_ones_are(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_a_damaged_member_after_the_first_is_not_taken_for_the_end(tmp_path: Pat
     whole = written(tmp_path / f"a.jsonl{ending}", first + second)
     assert len(read(whole)) == 2
     damaged = written(tmp_path / f"b.jsonl{ending}", first + b"X" + second[1:])
-    assert refusal(damaged).startswith(f"{damaged}: cannot be read: ")
+    assert_refused(damaged, damaged)
 
 
 def test_zeros_between_and_after_members_are_padding(tmp_path: Path) -> None:
@@ -165,11 +164,8 @@ def test_a_table_row_that_is_not_utf8_is_a_bad_record_that_names_its_column(tmp_
     for path in (tmp_path / "a.parquet", tmp_path / "arrow"):
         (_, first), (_, second), (_, third) = read(path)
         assert (first, third) == ({"id": 1, "text": "a"}, {"id": 3, "text": "c"})
-        assert (second["id"], second["text"].reason, str(second["text"])) == (
-            2,
-            "not_utf8",
-            "column text must be UTF-8",
-        )
+        assert (second["id"], second["text"].reason) == (2, "not_utf8")
+        assert names(str(second["text"]), "column text")
 
 
 def test_tables_of_other_types_are_read(tmp_path: Path) -> None:
@@ -185,13 +181,13 @@ def test_tables_of_other_types_are_read(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     (_, first), (_, second) = read(tmp_path / "a.parquet")
     assert {**first, "when": 0} == {"text": "a", "large": "x", "binary": b"x", "nested": {"a": [1]}, "when": 0}
-    assert str(second.pop("when")).startswith("column when cannot be read: ")
+    assert names(str(second.pop("when")), "column when")
     assert second == {"text": "b", "large": None, "binary": b"\xff", "nested": {}}
 
 
 def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"]), tmp_path / "a.parquet")
-    assert refusal(tmp_path / "a.parquet").endswith("must have columns of different names; got 'text' more than once")
+    assert_refused(tmp_path / "a.parquet", tmp_path / "a.parquet", "columns", "'text'")
 
 
 def arrow_stream(table: pa.Table) -> bytes:
@@ -217,14 +213,16 @@ def test_an_arrow_folder_with_a_broken_shard_is_not_read_in_part(tmp_path: Path,
     else:
         cut = whole[: len(part) - 8]  # without its end mark
         shard.write_bytes({"cut": whole[:-2000], "ended early": part + whole[len(cut) :]}.get(damage, cut))
-    assert refusal(tmp_path / "a").startswith(str(tmp_path / "a"))
+    with refused(error=DataError) as raised:
+        read(tmp_path / "a")
+    assert str(raised.value).startswith(str(tmp_path / "a"))  # the folder or the shard
 
 
 def test_the_shards_of_an_arrow_folder_must_have_the_same_columns(tmp_path: Path) -> None:
     Dataset.from_list([{"text": "a"}, {"text": "b"}]).save_to_disk(tmp_path / "a", num_shards=2)
     last = max((tmp_path / "a").glob("*.arrow"))
     last.write_bytes(arrow_stream(pa.table({"txt": ["b"]})))
-    assert refusal(tmp_path / "a") == f"{last}: must have the columns of the folder's first file"
+    assert_refused(tmp_path / "a", last, "columns")
 
 
 def test_what_links_lead_to_several_times_is_read_once(tmp_path: Path) -> None:
@@ -245,14 +243,14 @@ def test_what_would_be_waited_for_is_refused(tmp_path: Path) -> None:
         bound.bind(str(tmp_path / "socket.jsonl"))
     (tmp_path / "zero.txt").symlink_to("/dev/zero")
     for name in ("fifo.jsonl", "socket.jsonl", "zero.txt"):
-        assert refusal(tmp_path / name).startswith(f"sources.a must name regular files; {tmp_path / name} is ")
-    assert "must name regular files" in refusal(tmp_path)
+        assert_refused(tmp_path / name, "sources.a", "regular files", tmp_path / name, error=UsageError)
+    assert_refused(tmp_path, "sources.a", "regular files", error=UsageError)
 
 
 def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     with open(os.fsencode(tmp_path) + b"/caf\xe9.jsonl", "wb") as file:
         file.write(b'{"text": "a"}\n')
-    assert refusal(tmp_path).endswith(rf"must name files whose names are UTF-8; got b'{tmp_path}/caf\xe9.jsonl'")
+    assert_refused(tmp_path, "sources.a", "UTF-8", rf"b'{tmp_path}/caf\xe9.jsonl'", error=UsageError)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
@@ -273,7 +271,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, name: s
         path.unlink()
     else:
         path.write_bytes(content + lines if change == "grows" else content[: len(content) // 2])
-    with pytest.raises(DataError, match=rf"{name}:? ?.*(must not change|cannot be read)"):
+    with refused(path, error=DataError):
         list(chunks)
 
 
@@ -289,29 +287,27 @@ def test_names_from_the_data_that_are_no_text_do_not_break_the_report(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "thing"),
     [
-        ("/bin/ls", "chat_template must be "),
-        ("/dev/zero", "which is not a regular file"),
-        ("{tmp}", "which is not a regular file"),
-        ("{tmp}/none.jinja", "or a file that exists"),
-        ("{tmp}/large.jinja", "of at most 1,048,576 bytes"),
-        ("{tmp}/latin.jinja", "latin.jinja, whose byte 1 is not"),
+        ("/bin/ls", "/bin/ls"),
+        ("/dev/zero", "regular file"),
+        ("{tmp}", "regular file"),
+        ("{tmp}/none.jinja", "exists"),
+        ("{tmp}/large.jinja", "1,048,576 bytes"),
+        ("{tmp}/latin.jinja", "byte 1"),
     ],
 )
 def test_a_chat_template_that_is_no_text_is_refused_before_anything_is_read(
-    tmp_path: Path, template: str, told: str
+    tmp_path: Path, template: str, thing: str
 ) -> None:
     (tmp_path / "large.jinja").write_bytes(b" " * (1 << 20) + b" ")
     (tmp_path / "latin.jinja").write_bytes(b"\xe9")
     named = template.format(tmp=tmp_path)
-    with pytest.raises(UsageError, match="chat_template") as error:
+    with refused("chat_template", named, thing, error=UsageError):
         read_options(
             TokenizeOptions,
             ["sources.a=x.jsonl", f"output_dir={tmp_path}/out", f"model.path={tmp_path}", f"chat_template={named}"],
         )
-    assert told in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_chat_template_that_is_no_jinja_is_refused_with_its_line(tmp_path: Path) -> None:
@@ -319,14 +315,10 @@ def test_a_chat_template_that_is_no_jinja_is_refused_with_its_line(tmp_path: Pat
     written(tmp_path / "a.jinja", CHATML + "\n{% if %}\n")
     source = written(tmp_path / "a.jsonl", '{"question": "q", "answer": "a"}\n')
     base = [f"sources={{a:{source}}}", f"output_dir={tmp_path}/out", f"model.path={tmp_path}/model", "num_workers=1"]
-    with pytest.raises(UsageError, match=r"chat_template must be a Jinja template; got .*a\.jinja, line [0-9]+: "):
+    with refused("chat_template", f"{tmp_path}/a.jinja, line 5", error=UsageError):
         tokenize(read_options(TokenizeOptions, [*base, f"chat_template={tmp_path}/a.jinja"]))
 
 
 def test_a_zst_file_with_a_window_that_is_not_read_says_how_to_unpack_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd\x00\xa8" + b"\x01\x00\x00")  # a window of 2 GiB
-    told = refusal(tmp_path / "a.jsonl.zst")
-    assert told == (
-        f"{tmp_path}/a.jsonl.zst: cannot be read: it was packed with a window above 128 MiB: "
-        "unpack it with zstd -d --long=31"
-    )
+    assert_refused(tmp_path / "a.jsonl.zst", tmp_path / "a.jsonl.zst", "128 MiB", "zstd -d --long=31")

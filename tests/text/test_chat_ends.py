@@ -20,6 +20,7 @@ from tests.lib.chat_templates import (
     tiny_tokenizer,
 )
 from tests.lib.document_texts import write_lines
+from tests.lib.errors import refused
 from tests.lib.tokenized_text import tokenize_files
 from verl_ext.commands.report import Report
 from verl_ext.options import UsageError
@@ -212,12 +213,12 @@ def test_white_space_after_words_is_learnt_where_the_template_prints_it(trim: bo
 def test_a_damaged_generation_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/generation_config.json").write_text("{")
-    with pytest.raises(UsageError, match=r"generation_config\.json must be a generation config in JSON"):
+    with refused(f"{tmp_path}/model/generation_config.json", "JSON", error=UsageError):
         tokenized(tmp_path, CHATML, [TWO_TURNS])
 
 
 def test_an_end_of_turn_that_the_template_never_writes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="end_of_turn must be"):
+    with refused("end_of_turn", "'<|eot|>'", error=UsageError):
         tokenized(tmp_path, CHATML, [TWO_TURNS], "end_of_turn='<|eot|>'")
 
 
@@ -277,9 +278,9 @@ def test_a_chats_last_turn_ends_with_the_token_that_the_next_one_would_begin_wit
 
 
 def test_an_end_of_chat_that_is_no_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"end_of_chat must be .*; got '<stop>'"):
+    with refused("end_of_chat", "'<stop>'", error=UsageError):
         tokenized(tmp_path, NEXT_HEAD, [TWO_TURNS], "end_of_chat='<stop>'")
-    with pytest.raises(UsageError, match=r"end_of_chat must be .*; got ''"):
+    with refused("end_of_chat", "", error=UsageError):
         tokenized(tmp_path, NEXT_HEAD, [TWO_TURNS], "end_of_chat=''")
 
 

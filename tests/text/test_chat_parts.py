@@ -22,6 +22,7 @@ from tests.lib.chat_templates import (
     tiny_tokenizer,
 )
 from tests.lib.chat_turns import CALLS, CALLS_2, END, EVERYTHING, FIELD, Tokenized, call, turn
+from tests.lib.errors import refused
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError
@@ -121,7 +122,7 @@ def test_parts_that_cannot_be_told_apart_are_refused_only_where_they_differ(
     chatml: Path, record: dict[str, Any], options: dict[str, str]
 ) -> None:
     assert Tokenized(chatml, CHATML, record).learnt == [record["messages"][1]["content"] + END]
-    with pytest.raises(DataError, match="message 2"):
+    with refused("message 2", error=DataError):
         Tokenized(chatml, CHATML, record, **options)
 
 
@@ -130,7 +131,7 @@ def test_calls_of_which_no_word_is_marked_are_not_learnt_by_mistake(chatml: Path
     asks = HEAD + "{{ m.content }}" + calls + TAIL
     record = turn("the cat", tool_calls=[call()])
     assert Tokenized(chatml, asks, record).learnt == ["the catSIT" + END]
-    with pytest.raises(DataError, match="tool call"):
+    with refused("tool call", error=DataError):
         Tokenized(chatml, asks, record, tool_calls="context")
 
 
@@ -174,27 +175,30 @@ def test_weights_of_parts_multiply_those_of_their_turn_and_record(chatml: Path) 
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "things"),
     [
-        ({"train_on_reasoning": 2}, "train_on_reasoning must be true or false; got 2"),
-        ({"train_detail": 3}, "train_detail must be a list"),
-        ({"train_detail": [{"begin_offset": 3, "end_offset": 2, "train": True}]}, "got 3 and 2"),
-        ({"train_detail": [{"begin_offset": 9, "end_offset": 9, "train": True}]}, "of 7 characters"),
-        ({"train_detail": [{"begin_offset": 0, "end_offset": 2}]}, "by train or weight"),
-        ({"content": [{"text": "a", "weight": -1}]}, "weight must be a number"),
+        ({"train_on_reasoning": 2}, ("train_on_reasoning", 2)),
+        ({"train_detail": 3}, ("train_detail", "list")),
+        ({"train_detail": [{"begin_offset": 3, "end_offset": 2, "train": True}]}, ("train_detail", "3 and 2")),
+        (
+            {"train_detail": [{"begin_offset": 9, "end_offset": 9, "train": True}]},
+            ("train_detail", "7 characters", "9 and 9"),
+        ),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 2}]}, ("train_detail", "train or weight")),
+        ({"content": [{"text": "a", "weight": -1}]}, ("weight", -1)),
     ],
 )
-def test_a_wrong_mask_is_a_bad_record(chatml: Path, fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_mask_is_a_bad_record(chatml: Path, fields: dict[str, Any], things: tuple[Any, ...]) -> None:
     record = turn("the cat")
     record["messages"][1] |= fields
-    with pytest.raises(DataError, match=message):
+    with refused("in.jsonl:1", *things, error=DataError):
         Tokenized(chatml, CHATML, record)
 
 
 def test_weighted_characters_that_the_template_changes_are_refused(chatml: Path) -> None:
     detail = [{"begin_offset": 0, "end_offset": 2, "train": True}]
     changes = CHATML.replace("m.content }}", "m.content | replace('a', 'o') }}")
-    with pytest.raises(DataError, match="content, of which parts have weights"):
+    with refused("content", "weights", error=DataError):
         Tokenized(chatml, changes, turn("the cat", train_detail=detail))
 
 

@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from tests.lib.chat_templates import tiny_tokenizer
+from tests.lib.errors import names, refused
 from tests.lib.special_names import END, PLAIN, START, TOKENIZER, chat_of, encoded_chat
 from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.data.stream.megatron.writer import write_text_indexes
@@ -231,7 +232,7 @@ def test_a_tokenizer_whose_tokens_span_spaces_takes_a_text_whole_or_refuses_it()
         )
         assert short.ids.tolist() == whole
         assert long.reason == "too_long"
-        assert str(long).startswith("a text of more than 1,024 characters must have places where it can be cut")
+        assert names(str(long), "1,024 characters")
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -305,14 +306,11 @@ def test_a_stream_that_cannot_be_used_is_told_as_a_short_file_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "BLOCK", 64)
-    for content, told in (
-        (b"the cat\n" * 100 + b"\xff", r"a\.txt: text must be UTF-8; byte 801 is not \(not_utf8"),
-        (b" \n" * 400, r"a\.txt: the text is empty \(empty"),
-    ):
-        with pytest.raises(ValueError, match=told):
+    for content, things in ((b"the cat\n" * 100 + b"\xff", ("byte 801", "not_utf8")), (b" \n" * 400, ("(empty",))):
+        with refused(tmp_path / "a.txt", *things):
             write_and_index(tmp_path, content)
     (tmp_path / "a.txt").write_bytes(b"the cat\n" * 100)
     file = TextFile(str(tmp_path / "a.txt"))
     (tmp_path / "a.txt").unlink()
     (gone,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([file])
-    assert str(gone) == f"{tmp_path}/a.txt: cannot be read: No such file or directory"
+    assert names(str(gone), f"{tmp_path}/a.txt", "No such file or directory")

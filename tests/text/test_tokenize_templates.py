@@ -24,6 +24,7 @@ from tests.lib.chat_templates import (
     chat,
     tiny_tokenizer,
 )
+from tests.lib.errors import refused
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError
@@ -221,23 +222,21 @@ def test_turns_each_keeps_the_weights_of_turns_and_leaves_out_those_of_weight_ze
 def test_turns_last_of_a_chat_whose_last_turn_is_not_learnt_is_refused(tmp_path: Path) -> None:
     record = chat("hello", "the cat", "more", "sat")
     record["messages"][3]["weight"] = 0
-    with pytest.raises(DataError, match="the last assistant turn is no target"):
+    with refused("in.jsonl:1", "last", "no_target", error=DataError):
         documents(tmp_path, CHATML, record, "turns=last")
     assert [learnt(row) for row in documents(tmp_path, CHATML, record, "turns=each")] == ["the cat<|im_end|>"]
 
 
 def test_template_that_refuses_a_chat_is_reported() -> None:
     refuses = CHATML + "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    with pytest.raises(BadRecord, match="no system turns") as error:
+    with refused("template_error", "no system turns", error=BadRecord):
         target_texts(refuses, chat("a", "b", system="c"))
-    assert error.value.reason == "template_error"
 
 
 def test_template_that_leaves_a_turn_out_is_a_mismatch() -> None:
     forgets = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.content != 'd' %}")
-    with pytest.raises(BadRecord) as error:
+    with refused("template_mismatch", error=BadRecord):
         target_texts(forgets, chat("a", "b", "c", "d"))
-    assert error.value.reason == "template_mismatch"
 
 
 words = st.text(st.sampled_from("abz .,\n\t\"'<>/{}é你😀0"), max_size=12)
