@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.lib.chat_server import HANG, chat_server, completion, slowly
+from tests.lib.errors import names, refused
 from verl_ext.options import DataError, UsageError
 from verl_ext.tools.endpoint.answer import Unparsable
 from verl_ext.tools.endpoint.client import Client, EndpointOptions, SamplingOptions
@@ -161,21 +162,20 @@ def test_no_more_than_the_given_number_of_requests_is_open(tmp_path):
 def test_the_key_comes_from_the_named_variable_and_is_never_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", "topsecretvalue")
     with chat_server(lambda _: (401, {"error": {"message": "wrong key topsecretvalue"}})) as server:
-        with pytest.raises(UsageError, match=r"endpoint\.key_variable") as raised:
+        with refused("endpoint.key_variable", "MY_KEY", error=UsageError) as raised:
             ask_all(server.url, tmp_path, key_variable="MY_KEY")
         assert server.headers[0]["Authorization"] == "Bearer topsecretvalue"
     assert "topsecretvalue" not in str(raised.value)
-    assert "MY_KEY" in str(raised.value)
 
 
 def test_an_unknown_model_is_named_with_the_nearest_and_a_server_that_does_not_answer_too(tmp_path, free_port):
     unknown = (404, {"error": {"message": "no such model"}})
     with (
         chat_server(lambda _: unknown, models=["tinny"]) as server,
-        pytest.raises(UsageError, match=r"endpoint\.model .*nearest: tinny"),
+        refused("endpoint.model", "nearest: tinny", error=UsageError),
     ):
         ask_all(server.url, tmp_path)
-    with pytest.raises(DataError, match=r"endpoint\.base_url .*Connect"):
+    with refused("endpoint.base_url", f"http://127.0.0.1:{free_port}/v1", error=DataError):
         ask_all(f"http://127.0.0.1:{free_port}/v1", tmp_path, retries=0)
 
 
@@ -183,7 +183,7 @@ def test_failures_one_after_the_other_end_the_run_and_refusals_do_not(tmp_path):
     nine = {"records": [str(i) for i in range(9)], "max_failures": 3, "concurrency": 1}
     with (
         chat_server(lambda _: (400, {"error": {"message": "broken"}})) as server,
-        pytest.raises(DataError, match=r"3 requests .*broken"),
+        refused("3 requests", "broken", error=DataError),
     ):
         ask_all(server.url, tmp_path, **nine)
     assert len(server.requests) < 9
@@ -204,7 +204,7 @@ def test_failures_one_after_the_other_end_the_run_and_refusals_do_not(tmp_path):
 def test_options_that_name_no_endpoint_are_refused(given, key):
     options = EndpointOptions(**{"base_url": "http://host/v1", "model": "m", **given})
     (line,) = options.endpoint_problems()
-    assert key in line
+    assert names(line, key)
     assert "sk-" not in line
 
 

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from tests.lib.chat_server import chat_server, completion, slowly
+from tests.lib.errors import refused
 from tests.lib.ranks import forked
 from verl_ext.options import DataError, UsageError
 from verl_ext.tools.endpoint.answer import Answer, Usage
@@ -150,23 +151,27 @@ def test_a_store_of_another_version_or_kind_is_refused(tmp_path):
     Store(path).close()
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version = 7")
-    with pytest.raises(UsageError, match=r"store must be .*version 1.*version 7"):
+    with refused("store", path, "version 1", "version 7", error=UsageError):
         Store(path)
     other = tmp_path / "other"
     with sqlite3.connect(other) as database:
         database.execute("CREATE TABLE mine (x)")
-    with pytest.raises(UsageError, match="another database"):
+    with refused("store", other, "another database", error=UsageError):
         Store(other)
     text = tmp_path / "text"
     text.write_text("no database at all, but long enough to be read as one" * 30)
-    with pytest.raises(DataError, match="not a database"):
+    with refused("store", text, "not a database", error=DataError):
         Store(text)
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(DataError, match="store must be"):
+    with refused("store", folder, error=DataError):
         Store(folder)
 
 
 def test_a_full_disk_is_one_line(tmp_path, files_end_at):
-    with Store(tmp_path / "answers") as store, files_end_at(100_000), pytest.raises(DataError, match="store must be"):
+    with (
+        Store(tmp_path / "answers") as store,
+        files_end_at(100_000),
+        refused("store", tmp_path / "answers", error=DataError),
+    ):
         store.add("key", "record", "stage", Answer("done", "x" * 1_000_000))

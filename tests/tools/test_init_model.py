@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.lib.errors import names, refused
 from tests.lib.tiny_model import SMALL_CONFIG, write_tiny_model
 from verl_ext.__main__ import main
 from verl_ext.commands.command_line import read_options
 from verl_ext.files import OutputFolder
-from verl_ext.options import DataError, UsageError
+from verl_ext.options import UsageError
 from verl_ext.tools.init_model.command import InitModelOptions, init_model
 
 pytestmark = pytest.mark.slow
@@ -39,13 +40,11 @@ def make(folder: Path, *options: str) -> str:
     return init_model(read_options(InitModelOptions, ["model=tiny", f"output_dir={folder}", SMALL_CONFIG, *options]))
 
 
-def refused(folder: Path, *options: str) -> str:
-    """Return the one-line error of the command, which must leave no folder."""
-    with pytest.raises((UsageError, DataError)) as error:
+def assert_refused(folder: Path, options: list[str], *things: object) -> None:
+    """Assert that the command names some things and leaves no folder."""
+    with refused(*things):
         init_model(read_options(InitModelOptions, [f"output_dir={folder}", *options]))
     assert not folder.exists()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_plain_transformers_loads_the_folder_and_predicts_about_uniformly_by_the_tokenizers_ids(made):
@@ -107,53 +106,52 @@ def test_a_larger_vocabulary_stays_and_null_makes_it_the_tokenizers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "things"),
     [
-        (["model="], "a config.json, or a folder with one; got ''"),
-        (["model=tini"], "or a folder with one; got tini (nearest: tiny)"),
-        (["model=tiny", "config.hiden_size=8"], "key config.hiden_size of qwen3; nearest: config.hidden_size"),
-        (["model=tiny", "config.initializer_range=nan"], "config.initializer_range must be at least 0 and finite; got"),
-        (["model=tiny", "config.hidden_size=194"], "Field 'head_dim' expected int, got float (value: 48.5)"),
-        (["model=gpt2_124m", "config.hidden_size=100"], "`embed_dim` must be divisible by num_heads"),
-        (["model=tiny", "config.num_key_value_heads=3"], "divisible by config.num_key_value_heads (3); got 4"),
-        (["model=tiny", "config.head_dim=5"], "config.head_dim must be even for rotary positions; got 5"),
-        (["model=tiny", "config.num_hidden_layers=0"], "config.num_hidden_layers must be at least 1; got 0"),
-        (["model=tiny", "config.hidden_act=sulu"], "can build a qwen3; got config.hidden_act=sulu (KeyError"),
-        (["model=tiny", "config.rope_parameters=3"], "can build a qwen3; got config.rope_parameters=3 ("),
-        (["model=tiny", "config.eos_token_id=1"], "config must not set eos_token_id, which model, dtype or the"),
-        (["model=tiny", "config.vocab_size=100"], "config.vocab_size must be at least the tokenizer's 128, or null"),
+        (["model="], ("model", "config.json", "")),
+        (["model=tini"], ("model", "tini", "nearest: tiny")),
+        (["model=tiny", "config.hiden_size=8"], ("config.hiden_size", "qwen3", "nearest: config.hidden_size")),
+        (["model=tiny", "config.initializer_range=nan"], ("config.initializer_range", 0, "nan")),
+        (["model=tiny", "config.hidden_size=194"], ("config.hidden_size=194", "head_dim", 48.5)),
+        (["model=gpt2_124m", "config.hidden_size=100"], ("config.hidden_size=100", "`embed_dim`", "num_heads")),
+        (["model=tiny", "config.num_key_value_heads=3"], ("config.num_key_value_heads (3)", 4)),
+        (["model=tiny", "config.head_dim=5"], ("config.head_dim", "even", 5)),
+        (["model=tiny", "config.num_hidden_layers=0"], ("config.num_hidden_layers", 1, 0)),
+        (["model=tiny", "config.hidden_act=sulu"], ("qwen3", "config.hidden_act=sulu", "KeyError")),
+        (["model=tiny", "config.rope_parameters=3"], ("qwen3", "config.rope_parameters=3")),
+        (["model=tiny", "config.eos_token_id=1"], ("config", "eos_token_id")),
+        (["model=tiny", "config.vocab_size=100"], ("config.vocab_size", "tokenizer's 128", 100)),
         (
             ["model=tiny", "config={num_hidden_layers: 4, hidden_size: 65536, intermediate_size: 4194304}"],
-            "config must make a model whose weights fit into memory; got ",
+            ("config", "memory"),
         ),
     ],
 )
-def test_a_mistake_in_the_model_is_one_line(tiny_model, tmp_path, options, line):
-    assert line in refused(tmp_path / "out", f"tokenizer.path={tiny_model}", *options)
+def test_a_mistake_in_the_model_is_one_line(tiny_model, tmp_path, options, things):
+    assert_refused(tmp_path / "out", [f"tokenizer.path={tiny_model}", *options], *things)
 
 
 def test_mistakes_in_a_config_file_are_one_line(tiny_model, tmp_path):
     tokenizer = f"tokenizer.path={tiny_model}"
-    for name, content, line in (
-        ("vision.json", '{"model_type": "vit"}', "a causal language model that transformers has; got model_type vit"),
-        ("none.json", "{}", "model must be a config.json with a model_type"),
-        ("broken.json", "{", "model must hold a config.json that can be read"),
+    for name, content, thing in (
+        ("vision.json", '{"model_type": "vit"}', "model_type vit"),
+        ("none.json", "{}", "model_type"),
+        ("broken.json", "{", "broken.json"),
     ):
         (tmp_path / name).write_text(content)
-        assert line in refused(tmp_path / "out", f"model={tmp_path / name}", tokenizer)
-    assert "a config.json or a folder with one" in refused(tmp_path / "out", f"model={tmp_path}", tokenizer)
+        assert_refused(tmp_path / "out", [f"model={tmp_path / name}", tokenizer], "model", thing)
+    assert_refused(tmp_path / "out", [f"model={tmp_path}", tokenizer], "model", "config.json", tmp_path)
 
 
 def test_exactly_one_source_of_the_tokenizer_is_given(made, text, tmp_path):
     both = (f"tokenizer.path={made}", f"tokenizer.train_on={text}")
+    folder, empty = tmp_path / "out", tmp_path / "empty"
     for options in (), both:
-        line = refused(tmp_path / "out", "model=tiny", *options)
-        assert line.startswith("exactly one of tokenizer.path and tokenizer.train_on must be given; got ")
-    line = refused(tmp_path / "out", "model=tiny", both[0], "tokenizer.vocab_size=300")
-    assert line.startswith("tokenizer.vocab_size must be left out with tokenizer.path")
-    (tmp_path / "empty").mkdir()
-    line = refused(tmp_path / "out", "model=tiny", f"tokenizer.path={tmp_path / 'empty'}")
-    assert line.startswith(f"tokenizer.path must hold a tokenizer; got {tmp_path / 'empty'}")
+        assert_refused(folder, ["model=tiny", *options], "tokenizer.path", "tokenizer.train_on", "one")
+    given = ["model=tiny", both[0], "tokenizer.vocab_size=300"]
+    assert_refused(folder, given, "tokenizer.vocab_size", "tokenizer.path", 300)
+    empty.mkdir()
+    assert_refused(folder, ["model=tiny", f"tokenizer.path={empty}"], "tokenizer.path", empty)
 
 
 def test_a_run_that_is_interrupted_leaves_the_folder_as_it_was(made, tmp_path, monkeypatch):
@@ -175,9 +173,9 @@ def test_folders_of_others_are_not_replaced(made, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     options = ["model=tiny", f"tokenizer.path={made}", f"output_dir={tmp_path}"]
     for more in [], ["overwrite=true"]:
-        with pytest.raises(UsageError, match="output_dir must be"):
+        with refused("output_dir", tmp_path, error=UsageError):
             read_options(InitModelOptions, [*options, *more])
-    with pytest.raises(UsageError, match="output_dir must not hold the model, a tokenizer, its text"):
+    with refused("output_dir", made, error=UsageError):
         read_options(InitModelOptions, ["model=tiny", f"tokenizer.path={made}", f"output_dir={made}", "overwrite=true"])
 
 
@@ -186,6 +184,7 @@ def test_text_that_cannot_be_used_ends_the_command_with_code_1_and_one_line(tmp_
     monkeypatch.chdir(tmp_path)
     assert main(["init-model", "model=tiny", "output_dir=out", "tokenizer.train_on=bad.txt"]) == 1
     told = capsys.readouterr()
-    assert (told.out, told.err.splitlines()[-1]) == ("", "error: bad.txt: text must be UTF-8; byte 5 is not")
+    assert told.out == ""
+    assert names(told.err.splitlines()[-1], "error: bad.txt", "byte 5")
     assert "Traceback" not in told.err
     assert [path.name for path in tmp_path.iterdir()] == ["bad.txt"]

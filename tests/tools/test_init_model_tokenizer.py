@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.lib.errors import refused
 from verl_ext.commands.command_line import read_options
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.read import readers
@@ -44,7 +45,7 @@ def test_compressed_text_is_read_as_the_plain_text_is(tmp_path):
     (tmp_path / "b.TXT.XZ").write_bytes(lzma.compress(content))
     assert "".join(read(tmp_path / "a.txt.gz")) == "".join(read(tmp_path / "b.TXT.XZ")) == content.decode()
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content)[:-9])
-    with pytest.raises(DataError, match=r"a\.txt\.gz: cannot be read: Compressed file ended"):
+    with refused(tmp_path / "a.txt.gz", error=DataError):
         read(tmp_path / "a.txt.gz")
 
 
@@ -57,28 +58,26 @@ def test_blocks_are_the_text_and_end_with_lines_and_a_byte_that_is_no_utf8_is_na
         path.write_text(text, encoding="utf-8")
         blocks = read(path)
         path.write_bytes(text.encode() + ("漢".encode()[:2] if cut else b"\xff\n tail"))
-        with pytest.raises(DataError) as error:
+        with refused(path, f"byte {len(text.encode()) + 1}", error=DataError):
             read(path)
     assert "".join(blocks) == text
     assert all(part.endswith("\n") or len(part.encode()) >= block - 3 for part in blocks[:-1])
-    assert str(error.value) == f"{path}: text must be UTF-8; byte {len(text.encode()) + 1} is not"
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "things"),
     [
-        (b'{"text": 3}', "1: text must be a string; got int"),
-        (b'{"txt": "a", "id": 1}', "1: no field text (tokenizer.text_key) and no chat; its fields: txt, id"),
-        (b'{"text": "a"', "1: malformed JSON"),
-        (b'{"text": "\xff"}', "1: malformed JSON: no UTF-8 at byte 11"),
-        (b"[1]", "1: a record must be an object with fields; got list"),
+        (b'{"text": 3}', ("text", "int")),
+        (b'{"txt": "a", "id": 1}', ("text (tokenizer.text_key)", "txt, id")),
+        (b'{"text": "a"', ("malformed",)),
+        (b'{"text": "\xff"}', ("malformed", "UTF-8 at byte 11")),
+        (b"[1]", ("object", "list")),
     ],
 )
-def test_a_record_without_text_is_named_with_its_line(line, told, tmp_path):
+def test_a_record_without_text_is_named_with_its_line(line, things, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(DataError) as error:
+    with refused(f"{tmp_path / 'a.jsonl'}:1", *things, error=DataError):
         read(tmp_path / "a.jsonl")
-    assert str(error.value).startswith(f"{tmp_path / 'a.jsonl'}:{told}")
 
 
 def trained(texts: Iterable[str], **options: object) -> PreTrainedTokenizerFast:
@@ -118,7 +117,7 @@ def test_chat_templates_are_chatml_a_file_or_none(tmp_path):
     assert mine.apply_chat_template(told, tokenize=False) == "low!"
     assert none.chat_template is None
     (tmp_path / "broken.jinja").write_text("{{ x")
-    with pytest.raises(UsageError, match=r"^tokenizer.chat_template must be a Jinja template; got \S+, line 1: "):
+    with refused("tokenizer.chat_template", f"{tmp_path}/broken.jinja, line 1", error=UsageError):
         trained(SENTENCES, chat_template=str(tmp_path / "broken.jinja"))
 
 
@@ -132,20 +131,19 @@ def test_a_text_too_small_for_the_vocabulary_is_said_with_the_size_that_came_out
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "things"),
     [
-        (["tokenizer.vocab_size=258"], "tokenizer.vocab_size must be at least 259, the 256 bytes and"),
-        (["tokenizer.chat_template=no.jinja"], "tokenizer.chat_template must be a Jinja template or a file that"),
-        (["tokenizer.eos_token=''"], "tokenizer.eos_token must hold no empty text; got ''"),
-        (["tokenizer.train_on=[3]"], "tokenizer.train_on must be a path, a glob or a list of them; got [3]"),
-        (["tokenizer.train_on=none.txt"], "tokenizer.train_on must name files that exist; none.txt does not exist"),
-        ([], "tokenizer.train_on must hold text; got none in"),
+        (["tokenizer.vocab_size=258"], ("tokenizer.vocab_size", 259, 258)),
+        (["tokenizer.chat_template=no.jinja"], ("tokenizer.chat_template", "no.jinja")),
+        (["tokenizer.eos_token=''"], ("tokenizer.eos_token", "")),
+        (["tokenizer.train_on=[3]"], ("tokenizer.train_on", "[3]")),
+        (["tokenizer.train_on=none.txt"], ("tokenizer.train_on", "none.txt")),
+        ([], ("tokenizer.train_on", "none")),
     ],
 )
-def test_a_mistake_in_the_training_is_one_line(options, line, tmp_path):
+def test_a_mistake_in_the_training_is_one_line(options, things, tmp_path):
     (tmp_path / "empty.txt").touch()
     given_options = ["model=tiny", f"output_dir={tmp_path / 'out'}", f"tokenizer.train_on={tmp_path / 'empty.txt'}"]
-    with pytest.raises((UsageError, DataError)) as error:
+    with refused(*things):
         init_model(read_options(InitModelOptions, [*given_options, *options]))
-    assert str(error.value).startswith(line)
     assert [path.name for path in tmp_path.iterdir()] == ["empty.txt"]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.lib.document_texts import write_lines
+from tests.lib.errors import names
 from verl_ext.__main__ import main
 
 
@@ -64,20 +65,20 @@ def test_a_case_without_a_score_counts_in_no_difference(tmp_path, capsys):
             table = json.loads((tmp_path / "out" / "grid.json").read_text())[f"differences to {base}"]
             assert (code, table[other]["all"]["mean"], table["three"]["all"]["mean"]) == (0, 0, 0)
     assert code == 1
-    assert "base must be the first model of" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "base", "two")
 
 
 @pytest.mark.parametrize(
-    ("given", "error"),
+    ("given", "things"),
     [
-        (["base=nobody"], "base must be a model of the judgements: none, all, half; got nobody"),
-        (["judged=[a,b,./a]"], "judged must name each seed's folder once; got ./a twice"),
-        (["score=S_q"], "score must be one of the judgements; got S_q"),
-        (["judged=[nowhere]"], "judged must name folders that verl-ext judge wrote; nowhere has no results.json"),
+        (["base=nobody"], ("base", "none, all, half", "nobody")),
+        (["judged=[a,b,./a]"], ("judged", "./a", "twice")),
+        (["score=S_q"], ("score", "S_q")),
+        (["judged=[nowhere]"], ("judged", "nowhere", "results.json")),
     ],
 )
-def test_mistakes_are_one_line(seeds, tmp_path, capsys, given, error):
+def test_mistakes_are_one_line(seeds, tmp_path, capsys, given, things):
     words = {"judged": f"[{','.join(seeds)}]", "score": "S_l", "output_dir": tmp_path / "out"}
     words |= dict(word.split("=", 1) for word in given)
     assert main(["grid", *(f"{key}={value}" for key, value in words.items())]) in (1, 2)
-    assert error in capsys.readouterr().err
+    assert names(capsys.readouterr().err, *things)

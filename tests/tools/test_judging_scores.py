@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
+from tests.lib.errors import refused
 from verl_ext.options import DataError
 from verl_ext.tools.endpoint.answer import Unparsable
 from verl_ext.tools.endpoint.quality import DIMENSIONS, read_quality
@@ -159,7 +160,7 @@ def test_a_figure_over_seeds_has_the_interval_of_students_t():
 def test_shots_that_do_not_fit_the_cases_are_refused(chat_files, tmp_path):
     (tmp_path / "few.json").write_text(json.dumps([[{"answer": "a", "score": 1}] * 3]))
     task = LongBenchChat(chat_files[0], ChatBenchOptions(shots=str(tmp_path / "few.json")))
-    with pytest.raises(DataError, match=r"shots must hold three .* idx 2"):
+    with refused("chat.shots", "idx 2", tmp_path / "few.json", error=DataError):
         list(task.cases())
 
 
@@ -183,7 +184,7 @@ def test_a_needle_stands_between_sentences_at_its_depth(tmp_path, depth, sentenc
     assert document.split("The key is blue.")[0].count("sentence") == sentences
     assert document.replace("The key is blue.", "").split() == text.split()
     assert Needle("", options).scores(case, "It is BLUE.", []) == {"found": 1.0}
-    with pytest.raises(DataError, match="lengths=1000"):  # the texts are too short
+    with refused("cases", "needle.lengths=1000", error=DataError):  # the texts are too short
         list(Needle(str(tmp_path), NeedleOptions(lengths=[1000]), Words()).cases())
 
 
@@ -215,7 +216,7 @@ def test_the_interval_holds_the_mean_and_narrows_with_more_cases():
 @pytest.mark.parametrize("text", ["{", '{"prompt": 1}', "[]", '{"prompt": "p", "type": "t"}'])
 def test_a_file_that_is_not_the_benchmarks_is_refused(tmp_path, text):
     (tmp_path / "cases.jsonl").write_text(text)
-    with pytest.raises(DataError, match=r"cases must .*cases\.jsonl|cases must have"):
+    with refused("cases", error=DataError):
         list(LongBenchWrite(str(tmp_path / "cases.jsonl")).cases())
 
 

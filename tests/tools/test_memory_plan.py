@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.lib.checked import typed
+from tests.lib.errors import names, refused
 from tests.lib.ranks import in_turn, only_rank, run_ranks
 from tests.lib.small_models import write_small_models
 from tests.lib.tiny_model import write_tiny_model
@@ -221,30 +222,28 @@ def test_a_plan_compares_what_a_nodes_ranks_keep_on_the_host(plans):
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("given", "things"),
     [
-        ({"host_memory": "much"}, "plan.host_memory must be a size such as 80GiB, 80GB or a number of bytes; got much"),
-        ({"gpu_memory": 80}, "plan.gpu_memory must be at least 1GiB; got 80"),
-        ({"gpu_memory": "4GiB"}, "plan.reserve must be at most plan.gpu_memory=4GiB; got 5GiB"),
+        ({"host_memory": "much"}, ("plan.host_memory", "80GiB", "much")),
+        ({"gpu_memory": 80}, ("plan.gpu_memory", "1GiB", 80)),
+        ({"gpu_memory": "4GiB"}, ("plan.reserve", "plan.gpu_memory=4GiB", "5GiB")),
         (
             {"gpu": "H100-80", "gpu_memory": "80GiB"},
-            f"plan.gpu must be one of {', '.join(GPUS)}; got H100-80 (nearest: H100-80G); another GPU needs "
-            "trainer.gpu_peak_tflops, plan.link, plan.network",
+            ("plan.gpu", ", ".join(GPUS), "H100-80", "nearest: H100-80G", "trainer.gpu_peak_tflops, plan.link"),
         ),
-        ({"gpu": "H100-80G", "link": "fast"}, "plan.link must be the bytes of a second, such as 450GB; got fast"),
+        ({"gpu": "H100-80G", "link": "fast"}, ("plan.link", "450GB", "fast")),
     ],
 )
-def test_a_plan_that_cannot_be_made_is_one_line(given, line):
-    with pytest.raises(ValueError, match="plan") as error:
+def test_a_plan_that_cannot_be_made_is_one_line(given, things):
+    with refused(*things):
         PlanOptions.read(given).with_values_of_gpu(None)
-    assert str(error.value) == line
 
 
 def test_a_gpu_of_a_plan_is_refused_beside_a_cpu_and_before_a_run(plans):
     for (key, value), line in zip(ON_CPU.items(), plans[2:], strict=True):
-        assert line == f"error: plan.{key} must be null with trainer.device=cpu (parallel=cpu); got {value}\n"
+        assert names(line, f"plan.{key}", "trainer.device=cpu", value)
     for word in ("plan.world_size=8", "trainer.plan_only=true"):
-        with pytest.raises(ValueError, match="`verl-ext plan` plans a run"):
+        with refused("`verl-ext plan`", word.partition("=")[0]):
             compose([word])
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl_ext.__main__ import main
 from verl_ext.tools.migrate import axolotl, llamafactory, llamafactory_v1, swift, swift_megatron, trl
 from verl_ext.tools.migrate.command import MigrateOptions, migrate
 from verl_ext.tools.migrate.line import Moved
@@ -281,11 +280,6 @@ def test_the_command_of_answers_without_a_type_is_dpo(tmp_path):
     text = migrate(MigrateOptions(f"megatron rlhf --config {tmp_path}/x.yaml"))
     assert "loss=kto" in text
     assert "# no equivalent: MAX_PIXELS=9: records are text" in text
-
-
-def test_what_trains_by_rewards_is_refused_with_the_place_of_its_trainers(capsys):
-    assert main(["migrate", "swift rlhf --rlhf_type grpo --model M"]) == 2
-    assert "verl's own trainers have PPO and GRPO" in capsys.readouterr().err
 
 
 def test_the_weights_of_an_agents_words_are_those_of_ms_swift(tmp_path):

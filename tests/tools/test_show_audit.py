@@ -8,6 +8,7 @@ import pytest
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
 from tests.lib.document_texts import write_lines
+from tests.lib.errors import names, refused
 from tests.lib.pretrain_files import texts_of, word_tokenizer, write_index, write_jsonl
 from tests.lib.shown import audit_of, document, show, write_data
 from tests.lib.tokenized_data import random_documents
@@ -128,10 +129,10 @@ def test_packs_are_planned_with_the_defaults_of_a_training_run(tmp_path):
     assert common >= {"over_length", "strategy", "seed", "mixture", "train_batch_size"}
     assert {name: shown[name].default for name in common} == {name: trained[name].default for name in common}
     folder = write_data(tmp_path / "data", random_documents(np.random.default_rng(1), [3, 65], 50, 2))
-    with pytest.raises(ValueError, match=r"1 of 2 documents are longer") as refused:
+    with refused("data.max_tokens", "1 of 2") as raised:
         SFTDataSet(folder, max_tokens=64)
     code, shown, errors = show(folder, "max_tokens=64")  # the audit, and what to set
-    assert (code, errors) == (1, f"error: {str(refused.value).replace('data.train_dir', 'paths')}\n")
+    assert (code, errors) == (1, f"error: {str(raised.value).replace('data.train_dir', 'paths')}\n")
     assert "2 documents, 68 tokens" in shown
     assert show(folder, "max_tokens=64", "pack=0") == (1, "", errors)
 
@@ -192,7 +193,7 @@ def test_corpora_of_one_name_are_two_categories(tmp_path):
     assert [(name, row["documents"]) for name, row in found["categories"].items()] == [(paths[0], 2), (paths[1], 5)]
     code, _, errors = show(paths[0], paths[0])
     assert (code, errors.count("\n")) == (1, 1)
-    assert "paths must name each corpus once" in errors
+    assert names(errors, "paths", "once")
 
 
 def test_raw_files_of_one_name_are_all_read(tmp_path, tokenizer):
@@ -209,11 +210,11 @@ def test_requirements_decide_the_exit_code(tmp_path):
     assert show(folder, "require=no_target<=1,duplicates<40%")[0] == 0
     code, _, errors = show(folder, "require=no_target=0,duplicates<40%")
     assert code == 1
-    assert "no_target=0: got 1 of 3" in errors
+    assert names(errors, "no_target=0", "1 of 3")
     assert "duplicates" not in errors
     code, _, errors = show(folder, "require=duplicates=0", "scan=false")
     assert code == 1
-    assert "duplicates was not checked" in errors
+    assert names(errors, "duplicates", "not checked")
     for words in ("require=no_targets=0", "require=no_target"):
         assert show(folder, words)[0] == 2
 
@@ -224,22 +225,22 @@ def test_bad_input_is_one_line(tmp_path, tokenizer):
     (tmp_path / "broken").mkdir()
     for code, key, *words in (
         (2, "model.path", tmp_path / "text.txt"),
-        (1, "paths", tmp_path / "broken"),
-        (1, "paths", tmp_path / "missing"),
+        (1, "error: paths", tmp_path / "broken"),
+        (1, "error: paths", tmp_path / "missing"),
         (2, "row", folder, "row=1", f"model.path={tokenizer}"),
         (2, "matches", folder, "matches=("),
-        (2, "lonest", folder, "lonest=true"),
+        (2, "nearest: longest", folder, "lonest=true"),
         (2, "max_tokens", folder, "ranks=8"),
         (2, "max_tokens", folder, "over_length=split"),
         (2, "step", folder, "step=3"),
         (2, "one order", folder, "longest", "shortest"),
         (2, "model.path", folder, "longest"),
-        (1, "over_length", folder, "max_tokens=2", "over_length=error"),
+        (1, "data.max_tokens", folder, "max_tokens=2", "over_length=error"),
     ):
         got, _, errors = show(*words)
         assert (got, errors.count("\n")) == (code, 1), errors
-        assert key in errors
+        assert names(errors, key)
     (Path(folder) / "report.json").write_text("[1]")
     code, _, errors = show(folder)
     assert (code, errors.count("\n")) == (1, 1)
-    assert "report.json" in errors
+    assert names(errors, "report.json")

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
+from tests.lib.errors import names
 from tests.lib.shown import audit_of, show, write_metrics
 from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.text.chat.options import ChatOptions
@@ -190,30 +191,30 @@ def test_babilongs_scores_are_a_table_of_tasks_by_lengths_and_a_figure_of_the_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "things"),
     [
-        (["chats.jsonl"], "model.path"),
-        (["chats.jsonl", "model.path=model", "tokenize={turn: each}"], "tokenize must be one of"),
-        (["data", "row=0", "tokenize={turns: each}"], "tokenize must be given for raw files alone"),
-        (["data", "against={turns: each}"], "against must be paths"),
-        (["data", "answers"], "answers must be given with `verl-ext show run`; got true with `verl-ext show data`"),
-        (["run", "pack=3"], "pack must be given with `verl-ext show data`; got 3 with `verl-ext show run`"),
-        (["run", "tokenize.turns=each"], "tokenize.turns must be given with `verl-ext show data`; got each"),
-        (["data", "run"], "paths"),
-        (["run", "category=maths"], "answers is required with category; got false"),
-        (["run", "paths=[run]", "rank=1"], "step is required with rank; got null"),
-        (["run", "answers"], "answers.jsonl"),
-        (["asked", "answers", "step=7"], "step must be one of those with answers, 0, 10; got 7"),
-        (["asked", "answers", "category=math"], "maths"),
+        (["chats.jsonl"], ("model.path",)),
+        (["chats.jsonl", "model.path=model", "tokenize={turn: each}"], ("tokenize", "turn")),
+        (["data", "row=0", "tokenize={turns: each}"], ("tokenize", "raw files")),
+        (["data", "against={turns: each}"], ("against", "paths")),
+        (["data", "answers"], ("answers", "`verl-ext show run`", True)),
+        (["run", "pack=3"], ("pack", "`verl-ext show data`", 3)),
+        (["run", "tokenize.turns=each"], ("tokenize.turns", "`verl-ext show data`", "each")),
+        (["data", "run"], ("error: paths", "state.json")),
+        (["run", "category=maths"], ("answers", "category", False)),
+        (["run", "paths=[run]", "rank=1"], ("step", "rank", None)),
+        (["run", "answers"], ("answers.jsonl",)),
+        (["asked", "answers", "step=7"], ("step", "0, 10", 7)),
+        (["asked", "answers", "category=math"], ("category", "maths")),
     ],
 )
-def test_a_mistake_is_one_line(tmp_path, folder, chats, monkeypatch, words, expected):
+def test_a_mistake_is_one_line(tmp_path, folder, chats, monkeypatch, words, things):
     monkeypatch.chdir(tmp_path)
     write_metrics(tmp_path / "run", 3)
     answers(write_metrics(tmp_path / "asked", 3))
     code, _, errors = show(*words)
     assert code != 0
-    assert expected in errors
+    assert names(errors, *things)
     assert errors.count("\n") == 1
 
 
@@ -221,7 +222,7 @@ def test_a_record_whose_source_has_changed_or_gone_is_one_line(folder, chats):
     chats.write_text(chats.read_text().replace("cat", "dog"))
     code, _, errors = show(folder, "row=1", "record")
     assert (code, errors.count("\n")) == (1, 1)
-    assert "record needs the sources" in errors
+    assert names(errors, "record", "sources")
     chats.unlink()
     code, _, errors = show(folder, "row=1", "record")
     assert code != 0

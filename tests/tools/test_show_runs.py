@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
+from tests.lib.errors import names
 from tests.lib.ranks import forked, in_turn, run_ranks
 from tests.lib.shown import document, show, write_data, write_metrics
 from tests.lib.training import small_run
@@ -54,7 +55,7 @@ def test_a_picture_has_a_curve_of_every_category_and_colours_for_light_and_dark(
     assert all(f">{name}</text>" in picture.read_text() for name in ("run", "other", *categories))
     code, _, errors = show(run, f"svg={picture}", "metric=beauty")
     assert code == 1
-    assert "metric must be one that categories have, such as loss; got beauty" in errors
+    assert names(errors, "metric", "loss", "beauty")
 
 
 def charts_of(page: Path) -> list[dict[str, Any]]:
@@ -216,7 +217,7 @@ def test_bad_runs_are_one_line(tmp_path):
     ):
         got, _, errors = show(*words)
         assert (got, errors.count("\n")) == (code, 1), errors
-        assert key in errors
+        assert names(errors, key)
 
 
 def test_the_documents_of_a_spike_are_shown(tmp_path, monkeypatch):
@@ -228,7 +229,7 @@ def test_the_documents_of_a_spike_are_shown(tmp_path, monkeypatch):
     (run / "spikes.jsonl").write_text(json.dumps(spike) + "\n")
     code, _, errors = show(run, "step=2")
     assert (code, errors.count("\n")) == (2, 1)  # the data names no tokenizer
-    assert "model.path" in errors
+    assert names(errors, "model.path")
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     code, shown, errors = show(run, "step=2", "tokens", f"model.path={tmp_path / 'model'}")
     assert code == 0, errors
@@ -281,4 +282,4 @@ def test_the_packs_of_a_step_are_those_that_the_run_feeds(tmp_path, tiny_model):
     small_run(folder, tiny_model, range(5, 61), seed=5)
     code, _, errors = show(folder, "step=1")
     assert (code, errors.count("\n")) == (1, 1)
-    assert "data.train_dir" in errors
+    assert names(errors, "data.train_dir")

@@ -9,6 +9,7 @@ import yaml
 
 from tests.lib.chat_server import chat_server, completion
 from tests.lib.document_texts import write_lines
+from tests.lib.errors import names
 from tests.lib.synthesized import records_of, report_of, words
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.tools.endpoint.store import Store
@@ -177,7 +178,7 @@ def test_a_selection_in_prose_is_unparsable_and_the_published_prompt_is_the_pape
         assert synthesize(server, source, "prompts=published", task="agentwrite") == 2
         assert "prompts=published" in capsys.readouterr().err
         assert synthesize(server, source, "languages=[en]", "model.path=x", task="longalign") == 2
-        assert "languages is an option of agentwrite; got languages=[en] with longalign" in capsys.readouterr().err
+        assert names(capsys.readouterr().err, "languages=[en]", "agentwrite", "longalign")
     with chat_server(longalign_published) as server:
         assert synthesize(server, documents, "records=6", "prompts=published", out="published") == 0
     asked = [
@@ -260,13 +261,13 @@ def test_a_number_of_records_is_drawn_where_the_intervals_together_have_it(synth
     lengths = [150] + [250] * 4 + [350] * 6
     source = write_lines(tmp_path / "documents.jsonl", [{"text": words(n, i)} for i, n in enumerate(lengths)])
     with chat_server(longalign_reply) as server:
-        names = []
+        items = []
         for count in (6, 7, 11):
             assert synthesize(server, source, f"records={count}", out=f"out{count}") == 0
-            names.append({record["provenance"]["item"] for record in records_of(tmp_path, out=f"out{count}")})
+            items.append({record["provenance"]["item"] for record in records_of(tmp_path, out=f"out{count}")})
         before = len(server.requests)
         assert synthesize(server, source, "records=12") == 1
         assert len(server.requests) == before
-    assert "records must be at most 11" in capsys.readouterr().err.splitlines()[-1]
-    assert [len(drawn) for drawn in names] == [6, 7, 11]
-    assert names[0] < names[1] < names[2]
+    assert names(capsys.readouterr().err.splitlines()[-1], "records", 11, 12)
+    assert [len(drawn) for drawn in items] == [6, 7, 11]
+    assert items[0] < items[1] < items[2]
