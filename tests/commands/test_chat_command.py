@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
 
+from tests.lib.errors import names
 from tests.lib.tiny_model import write_scripted_model, write_tiny_model
 from verl_ext.__main__ import main
 from verl_ext.commands.chat import AnswerPrinter
@@ -111,4 +112,4 @@ def test_a_path_without_a_model_is_refused_in_one_line(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     assert main(["chat", *words, "prompt=hi"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert part in line
+    assert names(line, part)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tests.lib.errors import names, refused
 from verl_ext.__main__ import main
 from verl_ext.commands.command_line import command, help_text, read_options
 from verl_ext.options import REQUIRED, DataError, Options, UsageError, option
@@ -53,30 +54,28 @@ def test_words_are_read_in_hydras_grammar_over_the_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("words", "things"),
     [
-        ([], "name is required: what it is called; got null"),
-        (["name=a", "tast=salty"], "unknown key tast; nearest: taste"),
-        (["name=a", "oven.dgrees=1"], "unknown key oven.dgrees; nearest: oven.degrees"),
-        (["name=a", "oven={dgrees:1}"], "unknown key oven.dgrees; nearest: oven.degrees"),
-        (["name=a", "tins.x=1"], "unknown key tins.x; nearest: tins"),
-        (["name=a", "oven=hot"], "oven must be given by its keys, oven.degrees, oven.fan; got hot"),
-        (["name=a", "layers=a/cream.txt"], "layers must map names to values, e.g. 'layers={cream:a/cream.txt}'; got a"),
-        (["name=a", "layers={a:x,a:y}"], "layers must have each name once, several values of it as a list; got a more"),
-        (["name=a", "oven.degrees=null"], "oven.degrees must be a whole number; got null"),
-        (["name=a", "oven.degrees=9", "taste=sour"], "taste must be one of sweet, salty; got sour; oven.degrees"),
-        (["name=a", "taste=sweet,salty"], "taste takes one value; got sweet,salty: write taste=[sweet,salty]"),
-        (["name=a", "taste"], "an override is written key=value; got taste: if it belongs to the word before it"),
-        (["name=a", "guests=${ovn.degrees}"], "guests: Interpolation key 'ovn.degrees' not found"),
-        (["name=a", "~layers.a"], "unknown key ~layers.a"),
-        (["name=a", "taste@x=sweet"], "unknown key taste@x"),
+        ([], ("name", "what it is called", None)),
+        (["name=a", "tast=salty"], ("tast", "nearest: taste")),
+        (["name=a", "oven.dgrees=1"], ("oven.dgrees", "nearest: oven.degrees")),
+        (["name=a", "oven={dgrees:1}"], ("oven.dgrees", "nearest: oven.degrees")),
+        (["name=a", "tins.x=1"], ("tins.x", "nearest: tins")),
+        (["name=a", "oven=hot"], ("oven", "oven.degrees, oven.fan", "hot")),
+        (["name=a", "layers=a/cream.txt"], ("layers", "'layers={cream:a/cream.txt}'", "got a/cream.txt")),
+        (["name=a", "layers={a:x,a:y}"], ("layers", "once", "got a")),
+        (["name=a", "oven.degrees=null"], ("oven.degrees", None)),
+        (["name=a", "oven.degrees=9", "taste=sour"], ("taste", "sweet, salty", "sour", "oven.degrees", 9)),
+        (["name=a", "taste=sweet,salty"], ("taste", "sweet,salty", "taste=[sweet,salty]")),
+        (["name=a", "taste"], ("key=value", "taste", "the word before it")),
+        (["name=a", "guests=${ovn.degrees}"], ("guests", "'ovn.degrees'")),
+        (["name=a", "~layers.a"], ("~layers.a",)),
+        (["name=a", "taste@x=sweet"], ("taste@x",)),
     ],
 )
-def test_a_mistake_is_one_line(words: list[str], line: str) -> None:
-    with pytest.raises(UsageError) as error:
+def test_a_mistake_is_one_line(words: list[str], things: tuple[Any, ...]) -> None:
+    with refused(*things, error=UsageError):
         read_options(CakeOptions, words)
-    assert str(error.value).startswith(line)
-    assert "\n" not in str(error.value)
 
 
 def test_help_has_every_option_with_default_choices_and_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +121,9 @@ def test_a_command_prints_what_it_made_and_its_help_on_request_or_without_words(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     main = command("bake", CakeOptions, lambda options: f"a {options.name}", example="name=NAME")
     assert (main(["name=torte"]), capsys.readouterr()) == (0, ("a torte\n", ""))
-    assert (main(["nam=torte"]), capsys.readouterr()) == (2, ("", "error: unknown key nam; nearest: name\n"))
+    assert main(["nam=torte"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, names(err, "nam", "nearest: name")) == ("", True)
     assert (main([]), main(["name=x", "--help"])) == (2, 0)
     assert capsys.readouterr().out == f"{help_text('bake', CakeOptions, 'name=NAME')}\n" * 2
 
@@ -143,7 +144,7 @@ def test_the_command_line_lists_its_commands_and_names_the_nearest(capsys: pytes
     assert "\n  init-model  a model with random weights" in capsys.readouterr().out
     assert main([]) == 2
     assert main(["babylong", "x=1"]) == 2
-    assert capsys.readouterr().err.endswith("got babylong (nearest: babilong)\n")
+    assert names(capsys.readouterr().err, "babylong", "nearest: babilong")
 
 
 def test_a_task_of_synthesize_lists_its_own_options_and_refuses_those_of_others(capsys):
@@ -153,9 +154,9 @@ def test_a_task_of_synthesize_lists_its_own_options_and_refuses_those_of_others(
     assert not {"window", "scorer.kind", "languages"} & listed
     for words in (["longalign", "window=64"], ["task=longalign", "window=64"]):
         assert main(["synthesize", *words]) == 2
-        assert "window is an option of glm_long" in capsys.readouterr().err
+        assert names(capsys.readouterr().err, "window", "glm_long")
 
 
 def test_show_plan_is_refused_in_a_line_that_says_where_its_numbers_are(tmp_path, capsys):
     assert main(["show", "plan", str(tmp_path)]) == 2
-    assert "data_report.json" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "data_report.json")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import normalizers
 
 from tests.lib.chat_templates import tiny_tokenizer
+from tests.lib.errors import names, refused
 from verl_ext.data.stream.megatron.index import IndexWriter, TokenIndex
 from verl_ext.data.stream.megatron.writer import TextIndexes, write_text_indexes
 from verl_ext.data.stream.multidoc import MultiDocOptions
@@ -64,29 +65,29 @@ def test_text_key_is_of_records_and_not_of_text_files() -> None:
 
 
 BAD = [
-    (b'{"text": ', "malformed_json", "a.jsonl:2: malformed JSON"),
-    (b'{"text": "\xff"}', "malformed_json", "a.jsonl:2: malformed JSON: no UTF-8 at byte 11"),
-    ([1], "not_an_object", "a.jsonl:2: a record must be an object with fields; got list"),
-    ({"txt": "x", "id": 3}, "no_text", "a.jsonl:2: text_key must name a field of the record; got text, its fields are"),
-    ({"text": 3}, "non_string_text", "a.jsonl:2: text must be a string; got int"),
-    ({"text": ""}, "empty", "a.jsonl:2: the text is empty"),
-    ({"text": " \n\t\u3000"}, "empty", "a.jsonl:2: the text is empty"),
-    ({"text": "a\ud800"}, "invalid_text", "a.jsonl:2: the text has half a surrogate pair"),
+    (b'{"text": ', "malformed_json", "malformed"),
+    (b'{"text": "\xff"}', "malformed_json", "UTF-8 at byte 11"),
+    ([1], "not_an_object", "list"),
+    ({"txt": "x", "id": 3}, "no_text", "text_key"),
+    ({"text": 3}, "non_string_text", "int"),
+    ({"text": ""}, "empty", "empty"),
+    ({"text": " \n\t\u3000"}, "empty", "empty"),
+    ({"text": "a\ud800"}, "invalid_text", "surrogate"),
 ]
 
 
-@pytest.mark.parametrize(("record", "reason", "line"), BAD)
-def test_what_cannot_be_used_is_named_with_its_place(record: Any, reason: str, line: str) -> None:
+@pytest.mark.parametrize(("record", "reason", "thing"), BAD)
+def test_what_cannot_be_used_is_named_with_its_place(record: Any, reason: str, thing: str) -> None:
     good = {"text": "the cat"}
     skipped = encoded(good, record, good, on_bad_record="skip")
     assert (len(skipped.lengths), skipped.failure) == (2, None)
     assert (skipped.counts.records, skipped.counts.bad) == (3, {reason: 1})
     (told,) = skipped.counts.examples[reason]
-    assert told.startswith(line)
+    assert names(told, "a.jsonl:2", thing)
     assert "\n" not in told
     stopped = encoded(good, record, good)
     assert len(stopped.lengths) == 1
-    assert stopped.failure == f"{told} ({reason}; on_bad_record=skip leaves such records out)"
+    assert names(stopped.failure or "", told, reason, "on_bad_record=skip")
 
 
 def test_a_text_without_a_token_is_empty() -> None:
@@ -100,7 +101,7 @@ def test_a_text_without_a_token_is_empty() -> None:
 def test_a_token_that_the_tokenizer_lacks_cannot_be_added(name: str) -> None:
     tokenizer = deepcopy(TOKENIZER)
     setattr(tokenizer, f"{name}_token", None)
-    with pytest.raises(UsageError, match=f"^data.add_{name} must be false for a tokenizer that has no {name}_token"):
+    with refused(f"data.add_{name}", f"{name}_token", error=UsageError):
         TextRecordEncoder(MultiDocOptions(), tokenizer, add_bos=True).open()
     TextRecordEncoder(TextOptions(add_eos=name != "eos"), tokenizer, add_bos=name != "bos").open()
 
@@ -135,7 +136,7 @@ def test_tokens_are_as_wide_as_the_vocabulary_needs(size: int, highest: int, dty
 
 @pytest.mark.parametrize("token", [-1, 12, 70_000])
 def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
-    with pytest.raises(UsageError, match=rf"tokens of its vocabulary, 0\.\.11; got {token}$"):
+    with refused("0..11", token, error=UsageError):
         encoded({"text": f"1 {token}"}, tokenizer=Numbers(10, 11))
 
 
@@ -178,8 +179,7 @@ def test_a_file_that_cannot_be_read_ends_its_source_after_the_documents_before_i
     Path(files[1].path).unlink()
     first, second = read_files(files)
     assert [place for place, _ in first.records] == [files[0].path]
-    assert first.failure is not None
-    assert first.failure.startswith(f"{files[1].path}: cannot be read")
+    assert names(first.failure or "", files[1].path)
     assert (second.category_id, second.failure) == (2, None)
 
 
@@ -210,11 +210,11 @@ def test_a_stream_is_cut_after_max_corpus_tokens_and_no_error_after_the_cut_ends
         return indexes.counts["a"]
 
     if total < most and fails:
-        with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
+        with refused(folder / "none.jsonl", error=DataError):
             write()
         return
     if not total:
-        with pytest.raises(DataError, match=r"^a must hold at least one document"):
+        with refused("a", "none", error=DataError):
             write()
         return
     counts = write()
@@ -245,26 +245,23 @@ def test_the_same_work_runs_inside_a_process_with_a_tokenizer_at_hand(tmp_path: 
     expected = [[*ids(text), EOS] for text in ("the cat", "sat", "on the mat\n")]
     assert [index.tokens(number).tolist() for number in range(index.num_documents)] == expected
     assert (counts.documents, counts.tokens, dict(counts.bad)) == (3, sum(map(len, expected)), {"empty": 1})
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the text is empty \(empty; data\.on_bad_record=skip leaves"):
+    with refused(f"{tmp_path}/a.jsonl:2", "empty", "data.on_bad_record=skip", error=DataError):
         write_index(files, tmp_path / "none")
-    with pytest.raises(DataError, match=r"^data\.train_dir must hold at least one document; got none \(no_text: 3\)"):
+    with refused("data.train_dir", "no_text: 3", error=DataError):
         write_index(files[:1], tmp_path / "none", text_key="body", on_bad_record="skip")
     assert not list(tmp_path.glob("none*"))
 
 
 @pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        ('{"text": "the cat"}\n{"text": 3}\n', "a.jsonl:2: text must be a string"),
-        ("", "data.train_dir must hold at least one document; got none"),
-    ],
+    ("content", "things"),
+    [('{"text": "the cat"}\n{"text": 3}\n', ("a.jsonl:2", "text", "int")), ("", ("data.train_dir", "none"))],
 )
 def test_a_mistake_at_the_start_is_told_without_a_bar(
-    content: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    content: str, things: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text(content)
     files = find_source_files({"a": [str(tmp_path / "a.jsonl")]})
-    with pytest.raises(DataError, match=line):
+    with refused(*things, error=DataError):
         write_index(files, tmp_path / "out")
     assert capfd.readouterr().err == ""
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n' * 9)
@@ -275,7 +272,7 @@ def test_a_mistake_at_the_start_is_told_without_a_bar(
 def test_a_document_too_long_for_the_format_names_the_key_of_its_text(tmp_path: Path) -> None:
     tokens = np.broadcast_to(np.uint16(0), 2**31)  # one element in memory
     writer = IndexWriter(tmp_path / "out", np.uint16, "data.val_dir")
-    with pytest.raises(ValueError, match=r"^data\.val_dir must give documents of at most 2147483647 tokens"):
+    with refused("data.val_dir", 2147483647):
         writer.add(tokens, np.array([2**31]))
     writer.abandon()
     assert list(tmp_path.iterdir()) == []

@@ -14,6 +14,7 @@ from datasets import Dataset
 
 from tests.lib.chat_templates import tiny_tokenizer
 from tests.lib.document_texts import write_lines
+from tests.lib.errors import refused
 from tests.lib.megatron_peer import indexed_dataset
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.index import IndexOptions, index_texts
@@ -123,7 +124,7 @@ def test_workers_do_not_change_a_byte(tmp_path: Path, model: Path, monkeypatch: 
     assert names(tmp_path / "1") == ["a.bin", "a.idx", "b.bin", "b.idx", "report.json"]
     same = filecmp.cmpfiles(tmp_path / "1", tmp_path / "2", names(tmp_path / "1"), shallow=False)
     assert same == (names(tmp_path / "1"), [], [])
-    with pytest.raises(DataError, match=r"b\.jsonl:2: a record must be an object"):
+    with refused(f"{tmp_path}/b.jsonl:2", "object", error=DataError):
         index(sources, tmp_path / "out", model, "num_workers=2")
 
 
@@ -137,7 +138,7 @@ def test_a_source_is_cut_after_max_corpus_tokens_and_what_follows_is_not_read(tm
             found = TokenIndex(tmp_path / "out" / name)
             assert np.concatenate(documents(tmp_path / "out" / name)).tolist() == whole[:size]
             assert found.num_tokens == size
-    with pytest.raises(DataError, match=r"020\.txt: text must be UTF-8; byte 1 is not"):
+    with refused("020.txt", "byte 1", error=DataError):
         index({"a": texts}, tmp_path / "out", model, f"max_corpus_tokens={len(whole) + 1}", "overwrite=true")
     assert len(names(tmp_path / "out")) == 5  # unchanged
 
@@ -150,50 +151,48 @@ def test_a_source_without_a_document_is_an_error_and_nothing_is_left(tmp_path: P
     before = names(tmp_path)
     found_in = {none: "no record", "none.parquet": "no record", unusable: "empty: 1; non_string_text: 1"}
     for source, found in found_in.items():
-        with pytest.raises(DataError, match=rf"^sources\.b must hold at least one document; got none \({found}\)$"):
+        with refused("sources.b", found, error=DataError):
             index({"a": good, "b": tmp_path / source}, tmp_path / "out", model, "on_bad_record=skip")
     assert names(tmp_path) == before
 
 
 def test_a_file_that_cannot_be_read_on_is_named(tmp_path: Path, model: Path) -> None:
     (tmp_path / "a.json").write_text('[{"text": "the cat"},\n {"text" 3}]')
-    with pytest.raises(DataError, match=r"a\.json: malformed JSON: .* in record 2"):
+    with refused(f"{tmp_path}/a.json", "malformed", "record 2", error=DataError):
         index({"a": tmp_path / "a.json"}, tmp_path / "out", model, "on_bad_record=skip")
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet"):
+    with refused(f"{tmp_path}/a.parquet", "parquet", error=DataError):
         index({"a": tmp_path / "a.parquet"}, tmp_path / "out", model)
-    with pytest.raises(UsageError, match=r"^sources\.a must name files that exist; .*nowhere does not exist$"):
+    with refused("sources.a", tmp_path / "nowhere", error=UsageError):
         index({"a": tmp_path / "nowhere"}, tmp_path / "out", model)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("overrides", "line"),
+    ("overrides", "things"),
     [
-        (["sources={a/b:in.txt}"], "sources.a/b must be a file's name"),
-        (["sources={.a:in.txt}"], "sources..a must be a file's name"),
-        (['sources={"a.bin":in.txt}'], "sources.a.bin must be a file's name"),  # an index is named with either suffix
-        (["text_keys=a"], "unknown key text_keys; nearest: text_key"),
-        (["model.path=nowhere"], "model.path must be a folder that exists; got nowhere"),
+        (["sources={a/b:in.txt}"], ("sources.a/b", "name")),
+        (["sources={.a:in.txt}"], ("sources..a", "name")),
+        (['sources={"a.bin":in.txt}'], ("sources.a.bin", "name")),  # an index is named with either suffix
+        (["text_keys=a"], ("text_keys", "nearest: text_key")),
+        (["model.path=nowhere"], ("model.path", "nowhere")),
     ],
 )
-def test_mistakes_are_told_in_one_line_each(tmp_path: Path, overrides: list[str], line: str) -> None:
+def test_mistakes_are_told_in_one_line_each(tmp_path: Path, overrides: list[str], things: tuple[str, ...]) -> None:
     base = [f"output_dir={tmp_path}/out", f"model.path={tmp_path}"]
     if not overrides[0].startswith("sources"):
         base.append("sources={a:in.txt}")
-    with pytest.raises(UsageError) as told:
+    with refused(*things, error=UsageError):
         read_options(IndexOptions, [*base, *overrides])
-    assert line in str(told.value)
-    assert "\n" not in str(told.value)
 
 
 def test_a_folder_without_a_tokenizer_is_not_taken_for_one_of_a_single_token(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text('{"model_type": "qwen3"}')
     texts = write_texts(tmp_path / "a", TEXTS[:2])
-    with pytest.raises(UsageError, match=r"^model\.path must hold a tokenizer; got .*bare, which has none: only "):
+    with refused("model.path", tmp_path / "bare", error=UsageError):
         index({"a": texts}, tmp_path / "out", tmp_path / "bare")
-    with pytest.raises(UsageError, match=r"^model\.tokenizer_path must hold a tokenizer; got .*bare, which has none"):
+    with refused("model.tokenizer_path", tmp_path / "bare", error=UsageError):
         index({"a": texts}, tmp_path / "out", tmp_path, f"model.tokenizer_path={tmp_path / 'bare'}")
     assert not (tmp_path / "out").exists()
 
@@ -201,14 +200,14 @@ def test_a_folder_without_a_tokenizer_is_not_taken_for_one_of_a_single_token(tmp
 def test_only_a_folder_of_this_command_is_replaced(tmp_path: Path, model: Path) -> None:
     source, output = write_texts(tmp_path / "a", ["the cat"]), tmp_path / "out"
     index({"a": source}, output, model)
-    with pytest.raises(UsageError, match="output_dir must be empty or new, or overwrite=true"):
+    with refused("output_dir", "overwrite=true", output, error=UsageError):
         index({"a": source}, output, model)
     (source / "000.txt").write_text("sat")
     index({"b": source}, output, model, "overwrite=true")
     assert names(output) == ["b.bin", "b.idx", "report.json"]
     assert documents(output / "b") == expected(["sat"])
     (output / "b.idx").unlink()  # now it looks like a tokenized dataset, whose report has the same name
-    with pytest.raises(UsageError, match="output_dir must be of this command to be replaced"):
+    with refused("output_dir", output, error=UsageError):
         index({"a": source}, output, model, "overwrite=true")
 
 

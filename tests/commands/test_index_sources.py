@@ -13,6 +13,7 @@ from datasets import load_from_disk
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
 from tests.lib.document_texts import zstd
+from tests.lib.errors import names, refused
 from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError, UsageError
@@ -48,7 +49,7 @@ def test_text_that_is_not_utf8_is_a_bad_record_that_names_the_byte(tmp_path: Pat
     (tmp_path / "a.txt").write_bytes(content)
     (chunk,) = chunks_of(tmp_path / "a.txt")
     ((_, record),) = chunk.records
-    assert (record.reason, str(record)) == ("not_utf8", f"text must be UTF-8; byte {byte} is not")
+    assert (record.reason, names(str(record), f"byte {byte}")) == ("not_utf8", True)
 
 
 def test_bad_records_reach_the_worker_processes() -> None:
@@ -72,10 +73,10 @@ def test_a_folder_of_text_files_is_read_in_the_order_of_names(tmp_path: Path) ->
 
 def test_an_error_names_the_key_that_the_paths_came_from(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("x")
-    for path, told in ((tmp_path / "none.txt", "must name files that exist"), (tmp_path / "a.md", "must be .jsonl")):
-        with pytest.raises(UsageError, match=rf"^sources\.books {told}"):
+    for path, thing in ((tmp_path / "none.txt", "exist"), (tmp_path / "a.md", ".jsonl")):
+        with refused("sources.books", path, thing, error=UsageError):
             find_source_files({"books": [str(path)]})
-        with pytest.raises(UsageError, match=rf"^data\.train_dir {told}"):
+        with refused("data.train_dir", path, thing, error=UsageError):
             find_source_files({"sources.books": [str(path)]}, "data.train_dir")
 
 
@@ -100,7 +101,7 @@ def test_the_tokenize_command_takes_a_text_file_as_a_plain_text(tmp_path: Path) 
     assert rows[0] == rows[1]
     assert rows[0][0]["length"] > 2
     (tmp_path / "a.txt").write_bytes(b"the \xff")
-    with pytest.raises(DataError, match=r"a\.txt.*: text must be UTF-8; byte 5 is not \(not_utf8; on_bad_record=skip"):
+    with refused(f"{tmp_path}/a.txt", "byte 5", "not_utf8", "on_bad_record=skip", error=DataError):
         tokenize(
             read_options(TokenizeOptions, [f"sources={{a:{tmp_path}/a.txt}}", f"output_dir={tmp_path}/bad", *base])
         )
@@ -146,10 +147,8 @@ def test_a_damaged_compressed_file_is_one_line_that_names_it(
     whole = COMPRESS[ending](CONTENTS[name].encode())
     content = {"truncated": whole[: len(whole) // 2], "not compressed": CONTENTS[name].encode(), "empty": b""}[damage]
     (tmp_path / (name + ending)).write_bytes(content)
-    with pytest.raises(DataError) as error:
+    with refused(tmp_path / (name + ending), error=DataError):
         records_of(tmp_path / (name + ending))
-    assert str(error.value).startswith(f"{tmp_path / (name + ending)}: cannot be read: ")
-    assert "\n" not in str(error.value)
 
 
 def test_a_chunk_of_a_compressed_file_is_no_larger_than_one_of_the_plain_file(tmp_path: Path) -> None:
@@ -166,5 +165,5 @@ def test_a_chunk_of_a_compressed_file_is_no_larger_than_one_of_the_plain_file(tm
 
 def test_a_compressed_parquet_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
-    with pytest.raises(UsageError, match=r"must be \.jsonl, .*\.txt"):
+    with refused("sources.a", ".jsonl", tmp_path / "a.parquet.gz", error=UsageError):
         find_source_files({"a": [str(tmp_path / "a.parquet.gz")]})
