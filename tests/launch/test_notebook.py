@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import verl_ext
+from tests.lib.errors import refused
 from tests.lib.training import SMALL, metrics, small_run, wait_for
 from verl_ext.checkpoint.layout import EXPORT_MARKER
 
@@ -89,18 +90,18 @@ def test_an_interrupt_of_the_callers_group_saves_and_ends_the_ranks_and_the_call
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "parts"),
+    ("key", "value", "things"),
     [
         ("optim.lrr", 1, ["optim.lrr", "nearest: optim.lr"]),  # the trainer's line
-        ("data.max_tokens", 32, ["data.max_tokens", "got it as a nested and as a dotted key"]),
-        ("optim.lr", object(), ["optim.lr must be", "got object"]),
+        ("data.max_tokens", 32, ["data.max_tokens", "nested", "dotted"]),
+        ("optim.lr", object(), ["optim.lr", "got object"]),
         ("optim lr", 1, ["dotted names", "optim lr"]),
     ],
 )
-def test_a_mistake_in_the_options_raises_its_line_alone(options, key, value, parts):
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as raised:
+def test_a_mistake_in_the_options_raises_its_line_alone(options, key, value, things):
+    with refused(*things) as raised:
         verl_ext.train({**options, key: value})
-    assert all(part in str(raised.value) for part in parts), raised.value
+
     assert isinstance(raised.value, verl_ext.CommandError)
     assert raised.value.code == 2
     assert raised.value.__cause__ is None
@@ -111,11 +112,9 @@ def test_a_mistake_in_the_options_raises_its_line_alone(options, key, value, par
 def test_a_run_without_metrics_and_a_failed_export_say_so_in_one_line(tmp_path):
     run = verl_ext.TrainedRun(tmp_path)
     assert (run.checkpoints, run.newest, run.best) == ([], None, None)
-    with pytest.raises(ValueError, match=r"must hold metrics.jsonl, which trainer.logger=\[file\] writes"):
+    with refused(run.folder, "metrics.jsonl", "trainer.logger=[file]"):
         run.metrics  # noqa: B018
-    with pytest.raises(
-        verl_ext.CommandError, match="checkpoint must be whole, or hold global_step_N folders"
-    ) as raised:
+    with refused("checkpoint", tmp_path, error=verl_ext.CommandError) as raised:
         run.export(tmp_path / "out")
     assert raised.value.code == 1
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 import verl_ext.fsdp_sft_trainer_ray as driver
+from tests.lib.errors import names
 from tests.lib.ranks import only_rank, run_ranks
 from tests.lib.ray_cluster import ranks_of, ray_nodes
 from tests.lib.tiny_model import VOCABULARY
@@ -163,16 +164,13 @@ def test_a_mistake_of_the_ranks_is_one_line_and_no_reason_to_restart(cluster, ov
     folder = into(tmp_path / "run")
     wrong = ["trainer.nnodes=2", "data.train_batch_size=3", "ray.max_restarts=3"]
     assert run(monkeypatch, [*overrides, folder, *wrong]) == 2
-    assert line_of(capfd).startswith("error: data.train_batch_size must be a multiple of ")
+    assert names(line_of(capfd), "data.train_batch_size", "got 3")
 
 
 @pytest.mark.cluster
 def test_nodes_that_do_not_come_are_named(cluster, overrides, monkeypatch, capfd):
     assert run(monkeypatch, [*overrides, "trainer.nnodes=3", "trainer.n_gpus_per_node=2", "ray.timeout=1"]) == 2
-    assert line_of(capfd).startswith(
-        "error: the Ray cluster must have 3 nodes with 2 free CPUs each, free within ray.timeout=1 seconds; got 2 such "
-        "nodes: it has 2 nodes ("
-    )
+    assert names(line_of(capfd), "3 nodes with 2 free CPUs", "ray.timeout=1", "got 2 such nodes", "2 nodes")
 
 
 @pytest.mark.cluster
@@ -180,8 +178,7 @@ def test_a_cluster_of_the_runs_own_is_not_waited_for_to_grow(overrides, tmp_path
     command = [sys.executable, "-m", "verl_ext.fsdp_sft_trainer_ray", *overrides, "trainer.nnodes=1000"]
     done = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True)
     assert done.returncode == 2
-    told = "error: the Ray cluster must have 1000 nodes with 1 free CPU each, free within ray.timeout=15 "
-    assert told in done.stderr
+    assert names(done.stderr, "1000 nodes with 1 free CPU", "ray.timeout=15")
 
 
 @pytest.mark.cluster
@@ -219,23 +216,19 @@ def test_ranks_end_with_their_driver_and_the_same_command_goes_on(cluster, overr
     refuse_locked(folder)
 
 
-ADDRESS = "error: RAY_ADDRESS must be host:port of the head of a Ray cluster"
+ADDRESS = ("RAY_ADDRESS", "host:port")
 
 
 def test_an_address_where_no_cluster_or_another_service_listens_is_told(overrides, monkeypatch, capfd, free_port):
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port}")
     assert run(monkeypatch, overrides) == 2
-    said = line_of(capfd)
-    assert said.startswith(ADDRESS)
-    assert f"; got 127.0.0.1:{free_port}: " in said
+    assert names(line_of(capfd), *ADDRESS, f"127.0.0.1:{free_port}")
     monkeypatch.setattr("verl_ext.launch.ray_cluster.ANSWERS_WITHIN", 1)
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as dashboard:
         address = f"127.0.0.1:{dashboard.server_port}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         assert run(monkeypatch, overrides) == 2
-    said = line_of(capfd)
-    assert said.startswith(ADDRESS)
-    assert said.endswith(f"; got {address}, where something else listens\n")
+    assert names(line_of(capfd), *ADDRESS, address, "something else")
 
 
 class Refuses(grpc.ServerInterceptor):
@@ -249,14 +242,14 @@ class Refuses(grpc.ServerInterceptor):
 
 
 @pytest.mark.parametrize(
-    ("code", "line"),
+    ("code", "things"),
     [
-        (grpc.StatusCode.UNAUTHENTICATED, "error: RAY_AUTH_MODE must be token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_P"),
+        (grpc.StatusCode.UNAUTHENTICATED, ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH")),
         (grpc.StatusCode.UNIMPLEMENTED, ADDRESS),
     ],
 )
 def test_a_cluster_with_a_token_and_another_service_of_grpcs_are_told_at_once(
-    code, line, overrides, monkeypatch, capfd
+    code, things, overrides, monkeypatch, capfd
 ):
     server = grpc.server(ThreadPoolExecutor(1), interceptors=[Refuses(code)])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -266,9 +259,7 @@ def test_a_cluster_with_a_token_and_another_service_of_grpcs_are_told_at_once(
         assert run(monkeypatch, [*overrides]) == 2
     finally:
         server.stop(0)
-    said = line_of(capfd)
-    assert said.startswith(line)
-    assert address in said
+    assert names(line_of(capfd), *things, address)
 
 
 @pytest.mark.parametrize(
@@ -294,22 +285,18 @@ def test_a_restart_says_that_there_is_no_checkpoint_to_go_on_from(options, start
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("words", "things"),
     [
-        (["optim.lrr=1"], "error: unknown key optim.lrr; nearest: optim.lr\n"),
-        (["ray.max_restarts=-1"], "error: ray.max_restarts must be at least 0; got -1\n"),
-        (
-            ["trainer.overwrite=true", "ray.max_restarts=2"],
-            "error: trainer.overwrite must be false where a run may be restarted (ray.max_restarts=2); got true: a "
-            "restart would remove what the run has written\n",
-        ),
-        ([], f"{ADDRESS}, or auto, on one of the cluster's "),
+        (["optim.lrr=1"], ("optim.lrr", "nearest: optim.lr")),
+        (["ray.max_restarts=-1"], ("ray.max_restarts", 0, -1)),
+        (["trainer.overwrite=true", "ray.max_restarts=2"], ("trainer.overwrite", "ray.max_restarts=2", True)),
+        ([], (*ADDRESS, "auto", "ray://nowhere:10001")),
     ],
 )
-def test_a_mistake_is_one_line_before_a_cluster_is_joined(words, line, monkeypatch, capfd):
+def test_a_mistake_is_one_line_before_a_cluster_is_joined(words, things, monkeypatch, capfd):
     monkeypatch.setenv("RAY_ADDRESS", "ray://nowhere:10001")
     assert run(monkeypatch, ["data.train_dir=data", "model.path=model", *words]) == 2
-    assert line_of(capfd).startswith(line)
+    assert names(line_of(capfd), "error", *things)
 
 
 def test_torchrun_says_that_it_does_not_read_the_options_of_ray(overrides, tmp_path, monkeypatch):
