@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from tests.lib.errors import names
 from tests.lib.ranks import run_cases
 from tests.lib.tokenized_data import random_documents, write_tokenized
 from tests.lib.training import differences, fit, heard, into, metrics, refusals, stopped_at
@@ -130,33 +131,20 @@ def test_the_link_names_a_checkpoint_to_resume_from_and_to_export_and_goes_with_
 
 def test_what_no_run_measures_is_refused_in_one_line(tiny_model, tmp_path):
     given = [*options(tmp_path, tiny_model), into(tmp_path / "run")]
-    no_metric = "checkpoint.keep_best must be a metric that a validation of this run has, such as val/loss; got "
-    cases = {
-        "checkpoint.keep_best must be a metric of validation, such as val/loss or val/CATEGORY_loss; got loss": [
-            "checkpoint.keep_best=loss"
-        ],
-        f"{no_metric}val/math_loss (nearest: val/maths_loss)": ["checkpoint.keep_best=val/math_loss"],
-        f"{no_metric}val/loss_0_8 (nearest: val/loss_0_9)": [
-            *("checkpoint.keep_best=val/loss_0_8", "trainer.length_bins=[9]")
-        ],
-        "eval.prompts is required with checkpoint.keep_best=val/answer; got null": ["checkpoint.keep_best=val/answer"],
-        "data.val_dir is required with trainer.early_stop.metric=val/loss; got null": [
-            *(EARLY, "data.val_dir=null", "trainer.test_freq=-1")
-        ],
-        "trainer.test_freq or trainer.tests_per_epoch must say how often to validate with "
-        "checkpoint.keep_best=val/loss; got -1 and null": [BEST_OF, "trainer.test_freq=-1"],
-        "data.val_dir is required with trainer.tests_per_epoch=2; got null": [
-            *("data.val_dir=null", "trainer.test_freq=-1", "trainer.tests_per_epoch=2")
-        ],
-        "trainer.early_stop.metric is required with trainer.early_stop.patience=5; got null": [
-            "trainer.early_stop.patience=5"
-        ],
-        "": [
-            "checkpoint.keep_best=val/loss_9_inf",
-            "trainer.length_bins=[9]",
-            EARLY,
-            "trainer.test_freq=-1",
-            "trainer.tests_per_epoch=2",
-        ],
-    }
-    assert refusals(given, list(cases.values())) == list(cases)
+    best, often, unset = "checkpoint.keep_best", "trainer.tests_per_epoch=2", "trainer.test_freq=-1"
+    cases = [
+        ((best, "val/loss", "got loss"), [f"{best}=loss"]),
+        ((best, "val/math_loss", "nearest: val/maths_loss"), [f"{best}=val/math_loss"]),
+        ((best, "val/loss_0_8", "nearest: val/loss_0_9"), [f"{best}=val/loss_0_8", "trainer.length_bins=[9]"]),
+        (("eval.prompts", f"{best}=val/answer", None), [f"{best}=val/answer"]),
+        (("data.val_dir", "trainer.early_stop.metric=val/loss", None), [EARLY, "data.val_dir=null", unset]),
+        (("trainer.test_freq", "trainer.tests_per_epoch", f"{best}=val/loss", "-1 and null"), [BEST_OF, unset]),
+        (("data.val_dir", often, None), ["data.val_dir=null", unset, often]),
+        (("trainer.early_stop.metric", "trainer.early_stop.patience=5", None), ["trainer.early_stop.patience=5"]),
+    ]
+    right = [f"{best}=val/loss_9_inf", "trainer.length_bins=[9]", EARLY, unset, often]
+    *told, of_right = refusals(given, [*(change for _, change in cases), right])
+    assert of_right == ""
+    for line, (things, _) in zip(told, cases, strict=True):
+        assert "\n" not in line
+        assert names(line, *things), line

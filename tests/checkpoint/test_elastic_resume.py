@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.lib.errors import names
 from tests.lib.ranks import run_cases
 from tests.lib.tiny_model import VOCABULARY
 from tests.lib.tokenized_data import random_documents, write_tokenized
@@ -132,7 +133,7 @@ def test_a_resume_that_disagrees_is_refused_with_the_key_unless_it_is_allowed(ke
 
 def test_a_key_that_no_checkpoint_remembers_is_unknown(done):
     _, said = done
-    assert "must name what a checkpoint remembers; got optim.rl (nearest: optim.lr)" in said["unknown"]
+    assert names(said["unknown"], "trainer.allow_resume_mismatch", "optim.rl", "nearest: optim.lr")
 
 
 def test_a_learning_rate_that_is_allowed_to_change_takes_effect(done):

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, GPT2Config, MixtralConfig
 
+from tests.lib.errors import names
 from tests.lib.ranks import in_turn, run_ranks
 from tests.lib.remote_code import add_code
 from tests.lib.tiny_model import VOCABULARY, write_tiny_model
@@ -228,27 +229,27 @@ def test_what_cannot_be_exported_is_refused_in_one_line(runs, tmp_path, capsys):
         (tmp_path / name).mkdir()
     (tmp_path / "stock" / "model_world_size_1_rank_0.pt").touch()
     other = write_tiny_model(tmp_path / "other", seed=1)
-    alone, lora = (f'checkpoint="{runs / "dora"}"', "form=adapter must be given for adapters that PEFT does not merge")
-    for line, options in {
-        "checkpoint must be whole, or hold global_step_N folders; got": [f"checkpoint={tmp_path / 'empty'}"],
-        f"checkpoint must be whole, or hold global_step_N folders; got {cut}": [f"checkpoint={cut}"],
-        "a checkpoint must hold its tensors in state/; ": [f"checkpoint={tmp_path / 'stock'}"],
-        "base must hold the weights that the adapters were trained on": [alone, f"base={other}"],
-        lora: [f"checkpoint={runs / 'unmergeable'}"],
-        "form must be merged for a checkpoint without adapters": [f"checkpoint={runs / 'shards'}", "form=adapter"],
-        "trust_remote_code must be true for a model with code of its own": [f"checkpoint={runs / 'house'}"],
-    }.items():
+    alone = f'checkpoint="{runs / "dora"}"'
+    for things, options in (
+        (("checkpoint", tmp_path / "empty"), [f"checkpoint={tmp_path / 'empty'}"]),
+        (("checkpoint", cut), [f"checkpoint={cut}"]),
+        (("checkpoint", "state/", tmp_path / "stock"), [f"checkpoint={tmp_path / 'stock'}"]),
+        (("base", "adapters", other), [alone, f"base={other}"]),
+        (("form=adapter", "PEFT"), [f"checkpoint={runs / 'unmergeable'}"]),
+        (("form", "merged", "adapter"), [f"checkpoint={runs / 'shards'}", "form=adapter"]),
+        (("trust_remote_code", "code of its own"), [f"checkpoint={runs / 'house'}"]),
+    ):
         capsys.readouterr()
         assert main([*options, f"output_dir={tmp_path / 'out'}"]) == 1
         error = capsys.readouterr().err
         assert "Traceback" not in error
-        assert error.splitlines()[-1].startswith(f"error: {line}")
+        assert names(error.splitlines()[-1], "error", *things), error
         assert not (tmp_path / "out").exists()
     base = runs / "models" / RUNS["dora"][0]
     base.rename(base.with_suffix(".away"))  # so that adapter_config.json names nothing that is there
     try:
         assert main([alone, f"output_dir={tmp_path / 'out'}"]) == 1
-        assert "base is required" in capsys.readouterr().err
+        assert names(capsys.readouterr().err, "error: base", "adapters")
     finally:
         base.with_suffix(".away").rename(base)
 

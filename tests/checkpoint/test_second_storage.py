@@ -7,6 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from tests.lib.errors import names, refused
 from tests.lib.ranks import in_turn, run_ranks
 from tests.lib.training import fit, heard, into, small_run
 from verl_ext.checkpoint.copies import SecondStorage
@@ -77,7 +78,7 @@ def test_each_checkpoint_is_copied_into_its_own_folder_and_again_without_old_fil
 @pytest.mark.parametrize("failing", ["-mkdir", "-test"])
 def test_a_client_that_may_not_write_is_refused_before_training(failing, client, tmp_path):
     client(failing)
-    with pytest.raises(ValueError, match=r"^trainer\.default_hdfs_dir must be .* got hdfs://host/a: mkdir: Permission"):
+    with refused("trainer.default_hdfs_dir", "hdfs://host/a", "mkdir: Permission denied"):
         SecondStorage("hdfs://host/a").check(tmp_path)
 
 
@@ -85,7 +86,7 @@ def test_a_failed_copy_has_its_reason(client, tmp_path):
     client("-put")
     (tmp_path / "file").touch()
     for place, reason in (("hdfs://host/a", "Permission denied: user=me"), (f"{tmp_path}/file", "Not a directory")):
-        with pytest.raises(OSError, match=reason):
+        with refused(reason, error=OSError):
             SecondStorage(place).put(checkpoint(tmp_path, 1, "manifest.json"))
 
 
@@ -93,17 +94,15 @@ def test_places_that_cannot_be_written_are_refused_in_one_line(tmp_path, monkeyp
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "file").touch()
     wrong = {
-        "hdfs://host/a": "the command hdfs of Hadoop's client is not on PATH",
-        "/proc/a": "/proc cannot be written to",
-        f"{tmp_path}/file": "is a file",
-        f"{tmp_path}/../{tmp_path.name}": "must be another folder than trainer.default_local_dir",
-        "nosuch://bucket/a": "Protocol not known: nosuch",
+        "hdfs://host/a": "PATH",
+        "/proc/a": "/proc",
+        f"{tmp_path}/file": "a file",
+        f"{tmp_path}/../{tmp_path.name}": "trainer.default_local_dir",
+        "nosuch://bucket/a": "nosuch",
     }
-    for place, words in wrong.items():
-        with pytest.raises(ValueError, match=r"^trainer\.default_hdfs_dir must be ") as raised:
+    for place, thing in wrong.items():
+        with refused("trainer.default_hdfs_dir", thing):
             SecondStorage(place).check(tmp_path)
-        assert words in str(raised.value)
-        assert "\n" not in str(raised.value)
 
 
 def failed_copies(overrides: list[str], path: str) -> str:
@@ -131,5 +130,5 @@ def test_a_run_goes_on_without_its_copies_says_so_at_once_and_fails_at_its_end(c
         assert "warning: " not in words[1]
         (end, other_end) = (each.splitlines()[-1] for each in words)
         assert end == other_end
-        assert end.startswith("error: trainer.default_hdfs_dir=hdfs://host/copies lacks global_step_1, global_step_2")
+        assert names(end, "error", "trainer.default_hdfs_dir=hdfs://host/copies", "global_step_1, global_step_2")
     assert list((store / "copies").iterdir()) == []
