@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from tests.lib.errors import refused
 from verl_ext.losses import (
     MODES,
     LossOptions,
@@ -142,12 +143,12 @@ def test_pack_mode_is_the_mean_over_packs_of_token_means(packs):
 
 
 def test_a_first_token_that_is_a_target_is_a_broken_pack():
-    with pytest.raises(AssertionError, match="first token is never a target"):
+    with refused("first token", error=AssertionError):
         pack_coefficients(LossSpec(), np.array([0, 1, 1]), np.zeros(3, int), np.array([0, 2, 3]))
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match=r"^loss\.mode must be one of token, .*; got mean$"):
+    with refused("loss.mode", "token", "mean"):
         LossSpec("mean")
 
 
@@ -214,20 +215,10 @@ def test_token_nll_of_logits_far_from_zero_stays_finite():
     torch.testing.assert_close(nll, torch.tensor([2e4, np.log(2)], dtype=torch.float32), rtol=1e-6, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"category_weights": {"code": -1}}, "loss.category_weights.code must be finite and at least 0; got -1"),
-        (
-            {"category_weights": {"code": float("nan")}},
-            "loss.category_weights.code must be finite and at least 0; got nan",
-        ),
-    ],
-)
-def test_an_option_that_cannot_be_used_is_refused_by_key_and_value(options, line):
-    with pytest.raises(ValueError, match=r"\S") as raised:
-        LossOptions(**options)
-    assert str(raised.value) == line
+@pytest.mark.parametrize("weight", [-1, float("nan")])
+def test_an_option_that_cannot_be_used_is_refused_by_key_and_value(weight):
+    with refused("loss.category_weights.code", weight):
+        LossOptions(category_weights={"code": weight})
 
 
 def test_options_become_the_loss_over_the_categories_of_the_data():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.lib.checked import checked
+from tests.lib.errors import refused
 from tests.lib.parity_cases import CATEGORIES, CATEGORY_WEIGHTS, DOCUMENTS, GROUPS, MAX_TOKENS, TOLERANCE
 from tests.lib.ranks import run_cases
 from tests.lib.reference import Reference, load_eager, pack_row
@@ -118,36 +119,38 @@ def test_a_run_with_a_function_is_that_of_the_mode_and_no_resume_changes_its_cod
     assert differences(folder / "own", folder / "run", 1) == []
     (folder / "mine.py").write_text(OWN.replace("-0.5", "-0.6"))
     (told,) = refusals(own, [["trainer.total_epochs=2"]])
-    assert re.match(r"loss\.mode is square_root \(\w{8}\), but .* with square_root \(\w{8}\)", told)
+    assert re.match(r"loss\.mode is square_root \(\w{8}\), .* square_root \(\w{8}\)", told)
 
 
 @pytest.mark.parametrize(
-    ("code", "line"),
+    ("code", "things"),
     [
-        ("own = 3", r"loss\.custom_cls\.name must name a function; got own"),
-        ("def own(mask): return mask, 1", r"\(mask, weights, lengths\); got TypeError: "),
-        ("def own(m, w, l): return w", r"give \(coefficients, its term of Z\)"),
-        ("def own(m, w, l): return w[1:], 1", r"a coefficient for each of the 10 tokens; got shape \(9,\)"),
-        ("def own(m, w, l): return -w, 1", r"at least 0, .*; got -2\.0 at token 1"),
-        ("def own(m, w, l): return w / 0.0, 1", r"finite, .*; got nan at token 0"),
-        ("def own(m, w, l): return w + 1, 1", r"0 where mask is 0; got 1\.0 at token 0"),
-        ("def own(m, w, l): return w, 0", r"term of Z that is finite, and above 0 .*; got 0\.0"),
-        ("def own(m, w, l): return w, float('nan')", r"term of Z that is finite, .*; got nan"),
-        ("def own(m, w, l): return w / m.sum(), 1", r"finite, .* for documents of 4, 3, 1, 2 tokens"),
+        ("own = 3", ("loss.custom_cls.name", "got own")),
+        ("def own(mask): return mask, 1", ("loss.custom_cls.name=own", "(mask, weights, lengths)", "TypeError")),
+        ("def own(m, w, l): return w", ("loss.custom_cls.name=own", "(coefficients, its term of Z)", "ValueError")),
+        ("def own(m, w, l): return w[1:], 1", ("loss.custom_cls.name=own", "10 tokens", "shape (9,)")),
+        ("def own(m, w, l): return -w, 1", ("loss.custom_cls.name=own", "-2.0 at token 1")),
+        ("def own(m, w, l): return w / 0.0, 1", ("loss.custom_cls.name=own", "nan at token 0")),
+        ("def own(m, w, l): return w + 1, 1", ("loss.custom_cls.name=own", "mask", "1.0 at token 0")),
+        ("def own(m, w, l): return w, 0", ("loss.custom_cls.name=own", "term of Z", "got 0.0")),
+        ("def own(m, w, l): return w, float('nan')", ("loss.custom_cls.name=own", "term of Z", "got nan")),
+        (
+            "def own(m, w, l): return w / m.sum(), 1",
+            ("loss.custom_cls.name=own", "nan at token 0", "4, 3, 1, 2 tokens"),
+        ),
     ],
 )
-def test_a_function_that_is_no_loss_is_refused_before_a_model_is_loaded(code, line, tmp_path, tiny_model):
+def test_a_function_that_is_no_loss_is_refused_before_a_model_is_loaded(code, things, tmp_path, tiny_model):
     (tmp_path / "own.py").write_text(code)
     keys = [f"loss.custom_cls.path={tmp_path / 'own.py'}", "loss.custom_cls.name=own", "trainer.device=cpu"]
     run = [f"model.path={tiny_model}", f"data.train_dir={tmp_path}", *keys]
-    with pytest.raises(ValueError, match=r"^loss\.custom_cls\.[^\n]*$") as raised:
+    with refused(*things):
         checked(compose(run), 1)
-    assert raised.match(line)
 
 
 def test_a_function_and_a_mode_at_once_are_refused(tmp_path, tiny_model, file):
     keys = ["loss=sqrt", f"loss.custom_cls.path={file}", "loss.custom_cls.name=own", "trainer.device=cpu"]
-    with pytest.raises(ValueError, match=r"^loss\.mode must be token[^\n]* got sqrt[^\n]*$"):
+    with refused("loss.mode", "token", "sqrt"):
         checked(compose([f"model.path={tiny_model}", f"data.train_dir={tmp_path}", *keys]), 1)
 
 
@@ -155,5 +158,5 @@ def test_a_pack_that_the_function_cannot_do_is_one_line_as_well(tmp_path):
     (tmp_path / "own.py").write_text("def own(m, w, l): return w / (l.max() < 9), 1")
     spec = LossOptions.read({"custom_cls": {"path": str(tmp_path / "own.py"), "name": "own"}}).spec(["a", "b"])
     pack = pack_row([DOCUMENTS[0]])
-    with pytest.raises(ValueError, match=r"^loss\.custom_cls\.name=own .* for documents of 24 tokens$"):
+    with refused("loss.custom_cls.name=own", "24 tokens"):
         StepCollator(spec, CategoryTable((7, 9), ("a", "b")))([pack])

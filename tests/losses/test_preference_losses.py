@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.lib.errors import refused
 from verl_ext.config.run import reader_of
 from verl_ext.losses import (
     PREFERENCE_MODES,
@@ -143,7 +144,7 @@ def test_answers_with_labels_are_terms_of_their_own(mode):
 
 
 def test_answers_with_labels_are_refused_where_a_mode_compares():
-    with pytest.raises(ValueError, match=r"loss\.mode must be one of apo_zero, kto for answers .*; got dpo"):
+    with refused("loss.mode", "apo_zero, kto", "dpo"):
         preference_terms(torch.zeros(4).double(), units_of(columns=LABELS), PreferenceOptions())
 
 
@@ -228,32 +229,28 @@ def test_the_baseline_of_kto_is_the_scaled_mean_ratio_and_never_below_zero():
 
 
 @pytest.mark.parametrize(
-    ("values", "line"),
+    ("values", "things"),
     [
-        ({"mode": "dop"}, "loss.mode must be one of dpo, .*; got dop"),
-        ({"beta": 0}, "loss.beta must be above 0; got 0"),
-        ({"label_smoothing": 0.5}, "loss.label_smoothing must be below 0.5; got 0.5"),
-        (
-            {"mode": "ipo", "label_smoothing": 0.1},
-            "loss.label_smoothing is an option of dpo, .*; got 0.1 with loss.mode=ipo",
-        ),
-        ({"margin": 0.5}, "loss.margin is an option of simpo; got 0.5 with loss.mode=dpo"),
-        ({"penalty": 1.0}, "loss.penalty is an option of dpop; got 1.0 with loss.mode=dpo"),
-        ({"mode": "simpo", "length": "sum"}, "loss.length must be mean with loss.mode=simpo; got sum"),
-        ({"tail_weight": 0.5}, "loss.tail_weight is an option of loss.length=common; got 0.5 with sum"),
-        ({"length": "common", "tail_weight": 1.5}, "loss.tail_weight must be at most 1; got 1.5"),
-        ({"nll_weight": -1}, "loss.nll_weight must be at least 0; got -1"),
-        ({"desirable_weight": 2.0}, "loss.desirable_weight is an option of kto; got 2.0 with loss.mode=dpo"),
+        ({"mode": "dop"}, ("loss.mode", "dpo", "dop")),
+        ({"beta": 0}, ("loss.beta", 0)),
+        ({"label_smoothing": 0.5}, ("loss.label_smoothing", "got 0.5")),
+        ({"mode": "ipo", "label_smoothing": 0.1}, ("loss.label_smoothing", "dpo", "0.1 with loss.mode=ipo")),
+        ({"margin": 0.5}, ("loss.margin", "simpo", "0.5 with loss.mode=dpo")),
+        ({"penalty": 1.0}, ("loss.penalty", "dpop", "1.0 with loss.mode=dpo")),
+        ({"mode": "simpo", "length": "sum"}, ("loss.length", "mean", "loss.mode=simpo", "sum")),
+        ({"tail_weight": 0.5}, ("loss.tail_weight", "loss.length=common", "0.5 with sum")),
+        ({"length": "common", "tail_weight": 1.5}, ("loss.tail_weight", 1, 1.5)),
+        ({"nll_weight": -1}, ("loss.nll_weight", 0, "-1.0")),
+        ({"desirable_weight": 2.0}, ("loss.desirable_weight", "kto", "2.0 with loss.mode=dpo")),
         (
             {"mode": "kto", "desirable_weight": 0, "undesirable_weight": 0},
-            "loss.desirable_weight or loss.undesirable_weight must be above 0; got 0 and 0",
+            ("loss.desirable_weight", "loss.undesirable_weight", "0 and 0"),
         ),
     ],
 )
-def test_a_mistake_in_the_options_is_one_line(values, line):
-    with pytest.raises(ValueError, match=f"^{line}") as error:
+def test_a_mistake_in_the_options_is_one_line(values, things):
+    with refused(*things):
         PreferenceOptions.read(values)
-    assert "\n" not in str(error.value)
 
 
 def test_the_mode_decides_which_class_reads_the_node():
@@ -269,14 +266,14 @@ def test_a_loss_of_the_users_own_replaces_the_formula_and_is_tried_first(tmp_pat
     terms = preference_terms(torch.from_numpy(sums), units_of(reference), o)
     gaps = [sums[c] - reference[c] - sums[r] + reference[r] for c, r, _ in PAIRS]
     assert terms.losses.tolist() == pytest.approx([(gap - 1) ** 2 for gap in gaps])
-    for wrong, words in (
-        (lambda sides, options: sides.gap.sum(), "must give float64"),
-        (lambda sides, options: sides.gap.detach(), "must give losses with gradients"),
-        (lambda sides, options: torch.log(sides.chosen) + sides.rejected, "must give finite losses"),
-        (lambda sides, options: torch.log(sides.chosen - sides.rejected), "must give finite losses"),
-        (lambda sides: sides.gap, "must give losses with gradients"),
+    for wrong, thing in (
+        (lambda sides, options: sides.gap.sum(), "float64"),
+        (lambda sides, options: sides.gap.detach(), "RuntimeError"),
+        (lambda sides, options: torch.log(sides.chosen) + sides.rejected, "finite"),
+        (lambda sides, options: torch.log(sides.chosen - sides.rejected), "finite"),
+        (lambda sides: sides.gap, "TypeError"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with refused("loss.custom_cls.name=wrong", thing):
             checked_formula(wrong, "loss.custom_cls.name=wrong")
 
 

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
 from tests.lib.checked import checked, support_problems
+from tests.lib.errors import names, refused
 from tests.lib.parity_cases import CATEGORIES, DOCUMENTS, MAX_TOKENS, packs_of
 from tests.lib.ranks import run_cases
 from tests.lib.reference import Reference, load_eager, pack_row, tree_row
@@ -215,10 +216,10 @@ def test_a_run_reports_the_router_loss_that_is_asked_for_and_says_where_there_is
     assert any("is trained without a router loss" in notice for notice in found["notices"][0])
     seen = metrics(Path(run[3].partition("=")[2]))
     assert all(2 <= seen[step, "train/router_loss"] < 3 for step in (1, 2, 3))  # two choices; 2 where balanced
-    with pytest.raises(ValueError, match=r"router_aux_loss_coef needs model\.override_config\.output_router"):
+    with refused("model.override_config.router_aux_loss_coef", "model.override_config.output_router_logits=true"):
         checked(compose([*run, ASKED[1]]), 1)
     (told,) = refusals(run, [["trainer.allow_resume_mismatch=[model.config.router_aux_loss_coef]"]])
-    assert told.startswith("a router loss (model.override_config.output_router_logits) is False, but the run in ")
+    assert names(told, "model.override_config.output_router_logits", "False")
 
 
 SIZES = {
@@ -291,7 +292,7 @@ def test_a_model_without_a_router_loss_that_is_asked_for_one_is_refused(family):
     assert support_problems(config) == []
     config.output_router_logits = True
     (problem,) = support_problems(config)
-    assert problem.startswith("model.override_config.output_router_logits must be false for ")
+    assert names(problem, "model.override_config.output_router_logits", False)
     config.router_aux_loss_coef = 0.0
     assert support_problems(config) == []
 
