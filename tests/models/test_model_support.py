@@ -11,6 +11,7 @@ from transformers import ShieldGemma2Config
 from transformers.models.olmo2 import modeling_olmo2
 
 from tests.lib.checked import support_problems
+from tests.lib.errors import names, refused
 from tests.lib.small_models import KINDS, model_class, model_config
 from verl_ext.config import support
 from verl_ext.config.architecture import Architecture
@@ -35,23 +36,23 @@ def test_models_that_keep_documents_apart_are_supported(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "thing"),
     [
-        ("RecurrentGemmaConfig", "whose state over time is known"),
-        ("RwkvConfig", "must keep the documents of a pack apart"),
-        ("FalconConfig", "cannot be tried with packed attention"),
-        ("BloomConfig", "another document's tokens change a document's logits"),
-        ("DogeConfig", "must have plain causal attention; doge uses an attention mask that it computes"),
-        ("Phi4MultimodalConfig", "must be a text model, or one of images and text that transformers has"),
-        ("PaliGemmaConfig", "must have causal attention; got use_bidirectional_attention=True"),
-        ("T5Config", "must be a causal language model that transformers has"),
-        *((name, "must be a model of its own") for name in _ASSISTANTS[:1]),
+        ("RecurrentGemmaConfig", "state over time"),
+        ("RwkvConfig", "'num_attention_heads'"),
+        ("FalconConfig", "'verl_ext_packed'"),
+        ("BloomConfig", "another document's tokens"),
+        ("DogeConfig", "attention mask"),
+        ("Phi4MultimodalConfig", "a text model"),
+        ("PaliGemmaConfig", "use_bidirectional_attention=True"),
+        ("T5Config", "causal language model"),
+        *((name, "a model of its own") for name in _ASSISTANTS[:1]),
     ],
 )
-def test_models_that_would_leak_or_be_wrong_are_refused(name, reason):
+def test_models_that_would_leak_or_be_wrong_are_refused(name, thing):
     problems = support_problems(getattr(transformers, name)())
-    assert any(reason in problem for problem in problems), problems
-    assert all(problem.startswith(f"model.path: {name}") for problem in problems)
+    assert any(names(problem, thing) for problem in problems), problems
+    assert all(names(problem, f"model.path: {name}") for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_models_that_would_leak_or_be_wrong_are_refused(name, reason):
 )
 def test_a_model_that_selects_the_keys_of_a_token_is_refused_by_name(kind):
     (problem,) = support_problems(_config_of_newer(kind))
-    assert re.search(r"must attend to all tokens before; \w+Indexer selects some of them$", problem), problem
+    assert re.search(r"all tokens before; \w+Indexer", problem), problem
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_model_that_selects_the_keys_of_a_token_is_refused_by_name(kind):
 )
 def test_what_a_model_gives_to_attention_beyond_what_is_read_is_refused_by_name(kind, keywords):
     config = _config_of_newer(kind)
-    with pytest.raises(ValueError, match=rf"Attention needs {keywords}, which verl_ext_packed does not compute"):
+    with refused("Attention", keywords, "verl_ext_packed"):
         isolation_problem(trial_model(config, model_class(kind)))
     assert support_problems(config) != []
 
@@ -87,7 +88,7 @@ def _config_of_newer(kind):
 def test_places_that_a_layer_counts_from_the_packs_first_token_are_found_by_a_trial(monkeypatch):
     monkeypatch.delitem(MIXERS, "Llama4TextAttention")
     (problem,) = support_problems(transformers.Llama4TextConfig(max_position_embeddings=4096))  # not tried before
-    assert "a document's logits in a pack differ from those that it has alone" in problem
+    assert names(problem, "Llama4TextConfig", "logits in a pack", "alone")
 
 
 def test_attention_that_differs_from_a_models_own_is_found_by_a_trial(monkeypatch):
@@ -99,7 +100,7 @@ def test_attention_that_differs_from_a_models_own_is_found_by_a_trial(monkeypatc
 
     monkeypatch.setattr(modeling_olmo2, "eager_attention_forward", with_bias)
     (problem,) = support_problems(transformers.Olmo2Config(max_position_embeddings=4096))  # not tried before
-    assert "its own attention (attn_implementation=eager) gives a document other logits" in problem
+    assert names(problem, "Olmo2Config", "attn_implementation=eager", "logits")
 
 
 def _configs_of_encoders() -> list[type]:
@@ -115,37 +116,34 @@ def test_an_encoder_is_refused_from_its_config(cls):
     if cls is transformers.GPTNeoXConfig:  # has the option, but is always causal
         assert problems == []
     else:
-        assert problems == [f"model.path: {cls.__name__} must have causal attention; got is_decoder=false"]
+        (problem,) = problems
+        assert names(problem, "model.path", cls.__name__, "is_decoder=false")
 
 
 def test_an_encoder_made_causal_is_supported_where_its_positions_are_known():
     assert support_problems(transformers.BertConfig(num_hidden_layers=1, is_decoder=True)) == []
     assert support_problems(transformers.RobertaConfig(num_hidden_layers=1, is_decoder=True)) == []
-    assert support_problems(transformers.ProphetNetConfig(is_decoder=True)) == [
-        "model.path: ProphetNetConfig must count positions from 0, as packs do; ProphetNetForCausalLM counts from "
-        "pad_token_id + 1"
-    ]
+    (problem,) = support_problems(transformers.ProphetNetConfig(is_decoder=True))
+    assert names(problem, "model.path", "ProphetNetConfig", "positions", "pad_token_id + 1")
 
 
 def test_a_decoder_set_to_look_ahead_is_refused():
-    problems = support_problems(transformers.Gemma3TextConfig(use_bidirectional_attention=True))
-    assert problems == ["model.path: Gemma3TextConfig must have causal attention; got use_bidirectional_attention=True"]
+    (problem,) = support_problems(transformers.Gemma3TextConfig(use_bidirectional_attention=True))
+    assert names(problem, "model.path", "Gemma3TextConfig", "use_bidirectional_attention=True")
 
 
 def test_a_config_that_transformers_cannot_read_is_told_in_one_line(tmp_path, capfd):
     (tmp_path / "config.json").write_text('{"model_type": "bamba", "layers_block_type": ["mamba"]}')
-    line = r"^model\.path must hold a model's config\.json; got .*layers_block_type"
-    with pytest.raises(ValueError, match=line) as told:
+    with refused("model.path", "config.json", "layers_block_type"):
         read_hf_config(str(tmp_path))
-    assert "\n" not in str(told.value)
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("version", "found"), [("5.15.1", False), ("5.16.0", True), ("5.24.0", True)])
 def test_a_language_model_that_transformers_reads_without_its_weights_is_refused(version, found, monkeypatch):
     monkeypatch.setattr(support.transformers, "__version__", version)  # another module than the one imported here
-    lines = [line for line in support_problems(ShieldGemma2Config()) if "find none of its language model's" in line]
-    assert [line.endswith(f"; got {version}") for line in lines] == [True] * found
+    lines = [line for line in support_problems(ShieldGemma2Config()) if names(line, "language model's", version)]
+    assert len(lines) == found
 
 
 def test_a_model_type_of_a_newer_transformers_is_told_with_its_version(tmp_path, monkeypatch):
@@ -153,7 +151,7 @@ def test_a_model_type_of_a_newer_transformers_is_told_with_its_version(tmp_path,
     with pytest.raises(ValueError, match=r"does not recognize this architecture"):
         read_hf_config(str(tmp_path))
     monkeypatch.setitem(FIRST_VERSION, "qwen99", "5.99")
-    with pytest.raises(ValueError, match=r"\(transformers has qwen99 from 5\.99 on, not in 5\.\d+\.\d+: docs/ref"):
+    with refused("qwen99 from 5.99", transformers.__version__):
         read_hf_config(str(tmp_path))
 
 
@@ -187,5 +185,5 @@ def test_sinks_beside_dropout_run_in_sdpa_and_are_refused_for_flash_by_name(drop
         return
     assert chosen_backend(config, model) == "sdpa"
     config.attention.backend = "flash_attn"
-    with pytest.raises(ValueError, match=r"^attention\.backend=flash_attn needs a model with sinks to have neither"):
+    with refused("attention.backend=flash_attn", "sinks"):
         chosen_backend(config, model)

@@ -15,6 +15,7 @@ from transformers import (
 
 from tests.lib.checked import changed, checked
 from tests.lib.documents_alone import largest_errors
+from tests.lib.errors import refused
 from tests.lib.ranks import in_turn, run_cases, run_ranks
 from tests.lib.reference import Reference, documents_of_answers
 from tests.lib.small_models import packed_and_plain
@@ -204,28 +205,24 @@ LORA = "model.lora_rank=8"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "line"),
+    ("overrides", "things"),
     [
-        (["model.freeze=[vision_towr]"], r"^model\.freeze must name .*; got vision_towr \(nearest: .*vision_tower\)"),
-        ([LORA, "model.freeze=[lm_head]"], r"^model\.freeze must be \[\] with model\.lora_rank"),
+        (["model.freeze=[vision_towr]"], ("model.freeze", "vision_towr", "nearest: vision_tower")),
+        ([LORA, "model.freeze=[lm_head]"], ("model.freeze", "model.lora_rank", "['lm_head']")),
         (
             ["model.lora_rank=8", "model.target_modules=[patch_embedding]"],
-            "^model.target_modules must name .* the text model",
+            ("model.target_modules", "text model", "patch_embedding"),
         ),
         (
             ["model.lora_rank=8", "model.target_modules=[embed_tokens]"],
-            r"must leave out model\.language_model\.embed_tokens",
+            ("model.target_modules", "model.language_model.embed_tokens"),
         ),
-        (
-            ["model.override_config={sliding_windw:8}"],
-            r"unknown key .*; nearest: model\.override_config\.sliding_window",
-        ),
+        (["model.override_config={sliding_windw:8}"], ("nearest: model.override_config.sliding_window",)),
     ],
 )
-def test_a_mistake_is_one_line(overrides, line, composed):
-    with pytest.raises(ValueError, match=line) as error:
+def test_a_mistake_is_one_line(overrides, things, composed):
+    with refused(*things):
         checked(changed(composed, overrides), 1)
-    assert len(str(error.value).splitlines()) == 1
 
 
 def test_keys_of_the_text_model_are_overridden_by_their_names(composed):
@@ -238,10 +235,9 @@ def test_a_checkpoint_without_its_tower_is_refused_in_one_line(folders, tmp_path
     model = AutoModelForImageTextToText.from_pretrained(folders["gemma3"])
     weights = {name: tensor for name, tensor in model.state_dict().items() if ".language_model." in name}
     model.save_pretrained(tmp_path, state_dict=weights)
-    lacks = r"lacks 2: model\.multi_modal_projector\.\*, model\.vision_tower\.\*; model\.allow_weight_mismatch="
-    with pytest.raises(ValueError, match=lacks) as error:
+
+    with refused("lacks 2", "model.multi_modal_projector.*, model.vision_tower.*", "model.allow_weight_mismatch="):
         check_weights(type(model), model.config, str(tmp_path), [], {})
-    assert len(str(error.value).splitlines()) == 1
 
 
 def test_freezing_names_modules_or_parameters_by_their_ends():
@@ -252,9 +248,9 @@ def test_freezing_names_modules_or_parameters_by_their_ends():
     assert outside_text(model) == ["model.vision_tower", "model.multi_modal_projector"]
     assert {name.split(".")[3] for name in text if ".layers." in name} == {"0", "1"}
     assert "model.language_model.embed_tokens.weight" in text
-    with pytest.raises(ValueError, match=r"model\.freeze must name .*; got embed_token \(nearest: embed_tokens\)"):
+    with refused("model.freeze", "embed_token", "nearest: embed_tokens"):
         freeze(model, ["embed_token"])
-    with pytest.raises(ValueError, match=r"model\.freeze must leave a parameter to train; got \['model', 'lm_head'\]"):
+    with refused("model.freeze", "['model', 'lm_head']"):
         freeze(model, ["model", "lm_head"])
 
 
@@ -269,5 +265,5 @@ def test_what_stands_after_an_exclamation_mark_is_trained_and_nothing_else():
         if (f".language_model.layers.{last}." in name and ".mlp." not in name)
         or name.endswith("language_model.norm.weight")
     }
-    with pytest.raises(ValueError, match=r"model\.freeze must name .*; got !layers\.-9"):
+    with refused("model.freeze", "!layers.-9"):
         freeze(model, ["!layers.-9"])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig, Qwen3NextConfig
 from transformers.utils import logging as transformers_logging
 
+from tests.lib.errors import names, refused
 from tests.lib.ranks import run_ranks
 from tests.lib.reference import Reference, documents_of_answers, load_eager
 from tests.lib.tiny_model import write_tiny_model
@@ -46,7 +47,7 @@ def check(folder, hf_config=None, allowed=(), **override):
 
 
 def refusal(*arguments, **options) -> str:
-    with pytest.raises(ValueError, match=r"^model\.path must hold") as raised:
+    with pytest.raises(ValueError, match=r"^model\.path ") as raised:
         check(*arguments, **options)
     return str(raised.value)
 
@@ -100,29 +101,23 @@ def test_weights_that_a_class_leaves_out_by_itself_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "thing"),
     [
         ({"num_hidden_layers": 3}, "lacks 11: model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 1}, "also holds 11: model.layers.1.input_layernorm.weight"),
-        ({"vocab_size": 256}, "holds other shapes of 2: lm_head.weight [128, 32] for [256, 32]"),
-        (
-            {"intermediate_size": 96},
-            "holds other shapes of 6: model.layers.0.mlp.down_proj.weight [32, 64] for [32, 96]",
-        ),
+        ({"num_hidden_layers": 1}, "holds 11: model.layers.1.input_layernorm.weight"),
+        ({"vocab_size": 256}, "2: lm_head.weight [128, 32] for [256, 32]"),
+        ({"intermediate_size": 96}, "6: model.layers.0.mlp.down_proj.weight [32, 64] for [32, 96]"),
     ],
 )
-def test_an_override_that_changes_shapes_is_refused(override, told, folders):
-    line = refusal(folders["untied"], **override)
-    assert told in line
-    assert "model.override_config={" in line
+def test_an_override_that_changes_shapes_is_refused(override, thing, folders):
+    assert names(refusal(folders["untied"], **override), f"model.override_config={override}", thing)
 
 
 def test_overrides_that_do_not_fit_together_are_told_in_one_line(folders):
     hf_config = read_hf_config(str(folders["untied"]))
     hf_config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match=r"^model\.override_config must .* got \{'num_hidden_layers': 5\}") as raised:
+    with refused("model.override_config", "{'num_hidden_layers': 5}"):
         apply_override(hf_config, {"num_hidden_layers": 5})
-    assert "\n" not in str(raised.value)
 
 
 def test_an_untied_head_may_be_new_where_it_is_allowed(folders):
@@ -200,9 +195,8 @@ print(json.dumps(found))
 def test_a_model_with_an_adapter_in_its_folder_is_one_line(folders, tmp_path):
     shutil.copytree(folders["untied"], tmp_path, dirs_exist_ok=True)
     (tmp_path / "adapter_config.json").write_text("{}")
-    line = f"model.path must hold a model without an adapter; got {tmp_path}, which has adapter_config.json"
-    assert refusal(tmp_path).startswith(line)
-    assert weight_problems(str(tmp_path))[0].startswith(line)
+    for line in (refusal(tmp_path), weight_problems(str(tmp_path))[0]):
+        assert names(line, "model.path", tmp_path, "adapter_config.json")
 
 
 @pytest.mark.slow
