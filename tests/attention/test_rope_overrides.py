@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2_5_VLConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests.lib.errors import refused
 from tests.lib.rope_types import BY_TYPE, POSITIONS, SHAPE
 from verl_ext.config.check import model_positions
 from verl_ext.config.model_override import override
@@ -75,23 +76,21 @@ _YARNS = {"rope_type": "yarn", "factor": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("values", "line"),
+    ("values", "things"),
     [
-        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling must name the type that has factor; got rope_type=default"),
-        ({"rope_scaling": {**_YARNS, "type": "linear"}}, "one type; got {'rope_type': 'yarn', 'type': 'linear'}"),
-        ({"rope_scaling": {"type": "yran", "factor": 8.0}}, "got yran (nearest: yarn)"),
-        ({"rope_scaling": {"type": "linear", "factor": True}}, "rope_scaling.factor must be a number; got true"),
-        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "Missing required keys"),
-        ({"rope_scaling": "yarn"}, "rope_scaling must be a dict of rotary parameters, or null; got yarn"),
-        ({"rope_scaling": _YARNS, "rope_parameters": {"factor": 1.0}}, "rope_scaling or rope_parameters"),
+        ({"rope_scaling": {"factor": 8.0}}, ("model.override_config.rope_scaling", "factor", "rope_type=default")),
+        ({"rope_scaling": {**_YARNS, "type": "linear"}}, ("one type", "{'rope_type': 'yarn', 'type': 'linear'}")),
+        ({"rope_scaling": {"type": "yran", "factor": 8.0}}, ("yran", "nearest: yarn")),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, ("model.override_config.rope_scaling.factor", True)),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, ("Missing required keys",)),
+        ({"rope_scaling": "yarn"}, ("model.override_config.rope_scaling", "got yarn")),
+        ({"rope_scaling": _YARNS, "rope_parameters": {"factor": 1.0}}, ("rope_scaling or rope_parameters",)),
     ],
 )
-def test_parameters_that_transformers_would_not_read_are_one_line(values, line):
+def test_parameters_that_transformers_would_not_read_are_one_line(values, things):
     config = AutoConfig.for_model(**SOURCES["qwen3"].to_dict())
-    with pytest.raises(ValueError, match=r"^model\.override_config") as raised:
+    with refused(*things):
         override(config, values)
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_parameters_that_transformers_would_not_read_are_one_line(values, line):
 )
 def test_parameters_of_each_kind_of_layer_are_given_by_kind(values):
     config = Gemma3TextConfig(**SHAPE, head_dim=8, layer_types=["sliding_attention", "full_attention"])
-    with pytest.raises(ValueError, match=r"rope_parameters: \{sliding_attention: .*by kind of layer; got"):
+    with refused("model.override_config", "rope_parameters", "{sliding_attention:"):
         override(config, values)
     override(config, {"rope_parameters": {"full_attention": {"type": "linear", "factor": 8.0}}})
     assert {name: rope["rope_type"] for name, rope in config.rope_parameters.items()} == {
