@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.lib.errors import refused
 from tests.lib.packing_inputs import first_fit_decreasing_count, packing_inputs
 from verl_ext.packing import STRATEGIES, PackPlan, cut_spans, epoch_order, plan_packs
 
@@ -165,25 +166,21 @@ def test_any_integer_array_is_accepted(dtype):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "things"),
     [
-        (([5, 11, 12], 10), "lengths must be at most data.max_tokens=10; got 12 at document 2"),
-        (([5, 0], 10), "lengths must be at least 1; got 0 at document 1"),
-        (([5, -3], 10), "lengths must be at least 1; got -3 at document 1"),
-        (([5.0, 3.0], 10), "lengths must be integers; got float64"),
-        (([True], 10), "lengths must be integers; got bool"),
-        (([[5]], 10), "lengths must be one-dimensional; got shape (1, 1)"),
-        (([5], 0), "data.max_tokens must be at least 1; got 0"),
-        (
-            ([5], 10, "bestfit"),
-            "data.strategy must be one of best_fit, next_fit, none, sorted_batch; got bestfit (nearest: best_fit)",
-        ),
+        (([5, 11, 12], 10), ("lengths", "data.max_tokens=10", "12 at document 2")),
+        (([5, 0], 10), ("lengths", 1, "0 at document 1")),
+        (([5, -3], 10), ("lengths", 1, "-3 at document 1")),
+        (([5.0, 3.0], 10), ("lengths", "float64")),
+        (([True], 10), ("lengths", "bool")),
+        (([[5]], 10), ("lengths", "shape (1, 1)")),
+        (([5], 0), ("data.max_tokens", 1, 0)),
+        (([5], 10, "bestfit"), ("data.strategy", "next_fit, none, sorted_batch", "bestfit", "nearest: best_fit")),
     ],
 )
-def test_a_wrong_argument_is_answered_with_one_line(arguments, message):
-    with pytest.raises(ValueError) as error:  # noqa: PT011  the whole message is compared
+def test_a_wrong_argument_is_answered_with_one_line(arguments, things):
+    with refused(*things):
         plan_packs(*arguments)
-    assert str(error.value) == message
 
 
 def test_an_epoch_visits_every_pack_once_in_an_order_of_its_own():
@@ -212,20 +209,18 @@ def test_over_length_documents_follow_the_policy_and_empty_ones_are_left_out(pol
 
 
 def test_over_length_error_gives_count_longest_and_options():
-    with pytest.raises(ValueError, match=r"got 4, but 2 of 5 .* longest has 9 tokens: .*=drop\|truncate\|split"):
+    with refused("data.max_tokens", 4, "2 of 5", "9 tokens", "data.over_length=drop|truncate|split"):
         cut_spans(LENGTHS, 4, "error")
     assert len(cut_spans(LENGTHS, 9, "error")) == 4
 
 
 def test_dropping_every_document_is_an_error():
-    with pytest.raises(ValueError, match=r"^data.max_tokens must hold .* got 2, the shortest document has 3 tokens"):
+    with refused("data.max_tokens", 2, "3 tokens"):
         cut_spans(LENGTHS, 2, "drop")
 
 
 def test_documents_that_are_all_empty_are_an_error():
-    with pytest.raises(
-        ValueError, match=r"data.val_dir must hold at least one token; all of its 2 documents are empty"
-    ):
+    with refused("data.val_dir", "2 documents"):
         cut_spans(np.zeros(2, np.int64), 4, "error", key="data.val_dir")
 
 
