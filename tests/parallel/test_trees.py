@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.lib.errors import refused
 from tests.lib.reference import Document, Reference, tree_row
 from verl_ext.attention.kernels import PACKED_ATTENTION
 from verl_ext.attention.packed import set_backend
@@ -198,26 +199,26 @@ def test_layers_read_the_positions_of_texts():
 
 @pytest.mark.parametrize("positions", [[1, 2], [0, 1, 2, 4, 5], [0, 1, 0, 3], [0, 1, -1, 0]])
 def test_a_beginning_that_the_document_before_does_not_have_is_refused(positions):
-    with pytest.raises(ValueError, match=r"data\.share_prefixes"):
+    with refused("data.share_prefixes"):
         read_documents(np.array(positions))
 
 
 def test_an_engine_that_is_not_told_of_shared_tokens_refuses_them():
     positions = torch.tensor([0, 1, 2, 2, 3])
     assert isinstance(tree_layout(positions, "cpu"), TreeLayout)
-    with pytest.raises(ValueError, match=r"position_ids must restart at 0 .*\(data\.share_prefixes\)"):
+    with refused("position_ids", "data.share_prefixes"):
         document_layout(positions)
 
 
 def test_packs_that_share_are_refused_where_nobody_asked_for_them():
     pack = Pack.of([Document([5, 6, 7], [0, 1, 1], [0] * 3, [1.0] * 3)] * 2, least=1)
     assert any(pack.begins)
-    with pytest.raises(ValueError, match="`shared`"):
+    with refused("`shared`"):
         StepCollator(LossSpec("token", np.ones(3)), CATEGORIES)([pack.row()])
 
 
 def test_chunks_of_attention_are_refused():
     layout = TreeLayout.from_documents(PackDocuments(np.array([4, 2]), np.array([0, 2])), "cpu")
-    with pytest.raises(ValueError, match=r"data\.share_prefixes"):
+    with refused("data.share_prefixes"):
         layout.in_chunks(2)
     assert replace(layout, begins=(0, 2)).padded(3).offsets == (0, 4, 6, 9)
