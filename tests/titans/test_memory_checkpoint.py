@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from tests.lib.errors import refused
 from tests.lib.tiny_titans import CHUNK, random_tokens, tiny_titans
 from verl_ext.titans import load_memory_checkpoint, read_memory_checkpoint, save_memory_checkpoint
 
@@ -60,20 +61,17 @@ class _Unsafe:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "things"),
     [
-        (None, "must be a file; got "),
-        (b"", "must be a file of torch.save, whole; got "),
-        (b"not a checkpoint", "must be a file of torch.save, whole; got "),
-        ("cut", "must be a file of torch.save, whole; got "),
-        (_Unsafe(), "must be a file of torch.save, whole; got "),
-        ([1], "must hold memory_state_dict and global_step; .* holds list"),
-        ({"memory_state_dict": {}}, "must hold memory_state_dict and global_step; .* holds memory_state_dict"),
-        ({"memory_state_dict": {"a": 1}, "global_step": 1}, "memory_state_dict .* must be tensors by name; "),
-        ({"memory_state_dict": {}, "global_step": "1"}, "global_step .* must be a whole number; .* holds '1'"),
+        (None, ("a file",)),
+        *((content, ("torch.save", "whole")) for content in (b"", b"not a checkpoint", "cut", _Unsafe())),
+        ([1], ("memory_state_dict and global_step", "list")),
+        ({"memory_state_dict": {}}, ("memory_state_dict and global_step", "holds memory_state_dict")),
+        ({"memory_state_dict": {"a": 1}, "global_step": 1}, ("memory_state_dict", "tensors")),
+        ({"memory_state_dict": {}, "global_step": "1"}, ("global_step", "'1'")),
     ],
 )
-def test_a_file_that_is_none_is_refused(tmp_path, content, message):
+def test_a_file_that_is_none_is_refused(tmp_path, content, things):
     path = tmp_path / "memory.pt"
     if content == "cut":
         save_memory_checkpoint(path, tiny_titans().memory_state_dict(), 1)
@@ -82,25 +80,23 @@ def test_a_file_that_is_none_is_refused(tmp_path, content, message):
         path.write_bytes(content)
     elif content is not None:
         torch.save(content, path)
-    with pytest.raises(ValueError, match=message) as raised:
+    with refused(path, *things):
         read_memory_checkpoint(path)
-    assert "\n" not in str(raised.value)
-    assert str(path) in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other", "things"),
     [
-        ({"layers": [0, 1]}, r"has the unknown memory\.0\..* and 12 more"),
-        ({"layers": [2]}, r"lacks memory\.1\.long_term_memory\."),
-        ({"depth": 1}, r"lacks memory\.1\.long_term_memory\.initial_w2$"),
-        ({"heads": 3}, r"has memory\.1\.long_term_memory\.initial_w1 of shape \[3, 6, 12\], the model \[2, 6, 12\]"),
+        ({"layers": [0, 1]}, ("unknown memory.0.long_term_memory.initial_w1", "12 more")),
+        ({"layers": [2]}, ("lacks memory.1.long_term_memory.initial_w1", "12 more")),
+        ({"depth": 1}, ("lacks memory.1.long_term_memory.initial_w2",)),
+        ({"heads": 3}, ("memory.1.long_term_memory.initial_w1", "[3, 6, 12]", "[2, 6, 12]")),
     ],
 )
-def test_a_memory_of_another_model_is_refused_before_anything_changes(tmp_path, other, message):
+def test_a_memory_of_another_model_is_refused_before_anything_changes(tmp_path, other, things):
     path, model = tmp_path / "memory.pt", tiny_titans()
     save_memory_checkpoint(path, tiny_titans(**other).memory_state_dict(), 1)
     before = {name: tensor.clone() for name, tensor in model.memory_state_dict().items()}
-    with pytest.raises(ValueError, match=message):
+    with refused(*things):
         load_memory_checkpoint(model, path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.memory_state_dict().items())
