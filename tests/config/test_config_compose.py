@@ -6,6 +6,7 @@ from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf, open_dict
 
+from tests.lib.errors import names, refused
 from tests.lib.project import ROOT
 from verl_ext.config import schema
 from verl_ext.config.compose import compose, prepare_overrides
@@ -80,29 +81,27 @@ def test_a_recipe_chooses_groups_and_the_command_line_still_wins(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "line"),
+    ("key", "nearest"),
     [
-        ("data.max_tokenz", "unknown key data.max_tokenz; nearest: data.max_tokens"),
-        ("model.partial_pretrain", "unknown key model.partial_pretrain; nearest: model.path"),
-        ("trainer.max_tokens", "unknown key trainer.max_tokens; nearest: data.max_tokens"),
-        ("trainer.foo", "unknown key trainer.foo"),  # the node itself would be no help
+        ("data.max_tokenz", "nearest: data.max_tokens"),
+        ("model.partial_pretrain", "nearest: model.path"),
+        ("trainer.max_tokens", "nearest: data.max_tokens"),
+        ("trainer.foo", "trainer.foo"),  # the node itself would be no help
     ],
 )
-def test_a_typo_in_yaml_names_the_nearest_key(key, line):
+def test_a_typo_in_yaml_names_the_nearest_key(key, nearest):
     config = compose([])
     with open_dict(config):
         OmegaConf.update(config, key, 1, force_add=True)
-    with pytest.raises(ValueError, match=r"\S") as raised:
+    with refused(key, nearest) as raised:
         schema.check_keys(config)
-    assert line in str(raised.value)
-    assert not str(raised.value).endswith("nearest: trainer")
-    assert "\n" not in str(raised.value)
+    assert not names(str(raised.value), "nearest: trainer")
 
 
 @pytest.mark.parametrize("word", ["trainer=null", "ray=1", "eval=[1]"])
 def test_a_node_is_given_by_its_keys(word):
-    key = word.partition("=")[0]
-    with pytest.raises(ValueError, match=rf"^{key} must be given by its keys, such as {key}\.\w+; got \S+$"):
+    key, _, given = word.partition("=")
+    with refused(schema.nodes()[key], given):
         compose([word])
     assert compose([f"{key}={{}}"]) == compose([])
 
@@ -118,7 +117,7 @@ def test_anything_may_stand_below_free_form_nodes():
 def test_a_reference_that_leads_nowhere_is_one_line():
     config = compose([])
     config.trainer.project_name = "${no.such.key}"
-    with pytest.raises(ValueError, match=r"^trainer\.\w+ cannot be read: [^\n]*no\.such\.key[^\n]*$"):
+    with refused("trainer.default_local_dir", "no.such.key"):  # which holds the project's name
         schema.check_keys(config)
 
 

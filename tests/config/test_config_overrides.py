@@ -5,6 +5,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
+from tests.lib.errors import refused
 from tests.lib.ranks import only_rank
 from verl_ext.config import schema
 from verl_ext.config.compose import compose, compose_run, prepare_overrides
@@ -113,9 +114,9 @@ def test_defaults_of_verl_that_train_otherwise_are_said_for_packs_and_taken_for_
 
 # Keys without a new name beside a budget of packs: the override, its replacement, and a word of the reason.
 WITHOUT_A_NAME_TODAY = [
-    ("data.truncation=left", "data.over_length", "longer than data.max_tokens"),
-    ("trainer.val_freq=1", "trainer.test_freq", "when to validate"),
-    ("trainer.hub.push_to_hub=true", None, "nothing is uploaded"),
+    ("data.truncation=left", "data.over_length", "data.max_tokens"),
+    ("trainer.val_freq=1", "trainer.test_freq", "validate"),
+    ("trainer.hub.push_to_hub=true", None, "uploaded"),
     ("eval.base_url=http://host:8000/v1", None, "verl-ext judge task=prompts"),
 ]
 
@@ -123,11 +124,8 @@ WITHOUT_A_NAME_TODAY = [
 @pytest.mark.parametrize(("override", "instead", "why"), WITHOUT_A_NAME_TODAY)
 def test_an_option_without_an_equivalent_is_refused_and_left_out_where_its_successor_is_given(override, instead, why):
     key, _, value = override.partition("=")
-    with pytest.raises(ValueError, match=why) as raised:
+    with refused(key, value, why, instead or "leave it out"):
         prepare_overrides([override, "data.max_tokens=64"])
-    do = f"give {instead} instead" if instead else "leave it out"
-    assert str(raised.value).startswith(f"{key} has no equivalent: ")
-    assert str(raised.value).endswith(f"; got {value}: {do}")
     if instead:
         overrides, notices = prepare_overrides([override, "data.max_tokens=64", f"{instead}=7"])
         assert overrides == ["++data.max_tokens=64", f"++{instead}=7"]
@@ -172,7 +170,7 @@ def test_a_dataset_class_of_the_users_may_have_keys_of_its_own():
     assert (config.data.mine, config.data.max_length, config.data.prompt_key) == (3, 7, "q")
     assert config.data.custom_cls.path == "pkg://mine"
     assert notices == []
-    with pytest.raises(ValueError, match=r"unknown key data\.mine"):
+    with refused("data.mine"):
         compose(["+data.mine=3"])
 
 
@@ -209,40 +207,38 @@ def test_flags_pass_untouched_a_primary_config_of_the_users_finds_ours_and_sever
     (tmp_path / "team.yaml").write_text("defaults: [base]\n")
     overrides, _ = prepare_overrides(["-cn", "team", "--config-dir", str(tmp_path)])
     assert overrides[-1] == "hydra.searchpath=[pkg://verl_ext.conf,pkg://verl.trainer.config]"
-    with pytest.raises(ValueError, match="an override is written key=value; got --cfg"):
+    with refused("key=value", "--cfg"):
         compose(["--cfg", "job"])
-    with pytest.raises(ValueError, match="--multirun"):
+    with refused("--multirun"):
         prepare_overrides(["-m", "loss=token,sequence"])
 
 
 @pytest.mark.parametrize(
-    ("override", "line"),
+    ("override", "things"),
     [
-        ("data.max_tokenz=5", "unknown key data.max_tokenz; nearest: data.max_tokens"),
-        ("lr=1", "unknown key lr; nearest: optim.lr"),
-        ("paralel=cpu", "unknown key paralel; nearest: parallel"),
-        ("loss={moed: sqrt}", "unknown key loss.moed; nearest: loss.mode"),
-        ("model.partial_pretrian=x", "unknown key model.partial_pretrian; nearest: model.path"),
-        ("engine.mixed_precision.parm_dtype=fp32", "nearest: engine.mixed_precision.param_dtype"),
-        ("model.tokenizer=x", "nearest: model.tokenizer_path"),
-        ("zzz=1", "unknown key zzz"),
-        ("parallel=ulyses2", "unknown choice parallel=ulyses2; nearest: ulysses2; available: auto, cp16_uly"),
-        ("loss=squareroot", "available: apo_down, apo_zero, cpo, dpo, "),
-        ("data={max_length: 7}", "data.max_length is read as a word of its own, data.max_length=VALUE"),
-        ("recipe=no_such_recipe", "unknown choice recipe=no_such_recipe"),
-        ("foo", "an override is written key=value; got foo"),
-        ("data.train_dir=[a", "an override is written key=value; got data.train_dir=[a"),
-        ("data train_dir=a", "an override is written key=value; got data train_dir=a"),
-        ("data.max_tokens=1,2", "data.max_tokens takes one value; got 1,2"),
-        ("~data.max_tokens", "data.max_tokens cannot be removed"),
-        ("data.train_dir=${nope}", "data.train_dir cannot be read: Interpolation key 'nope' not found"),
+        ("data.max_tokenz=5", ("data.max_tokenz", "nearest: data.max_tokens")),
+        ("lr=1", ("lr", "nearest: optim.lr")),
+        ("paralel=cpu", ("paralel", "nearest: parallel")),
+        ("loss={moed: sqrt}", ("loss.moed", "nearest: loss.mode")),
+        ("model.partial_pretrian=x", ("model.partial_pretrian", "nearest: model.path")),
+        ("engine.mixed_precision.parm_dtype=fp32", ("nearest: engine.mixed_precision.param_dtype",)),
+        ("model.tokenizer=x", ("model.tokenizer", "nearest: model.tokenizer_path")),
+        ("zzz=1", ("zzz",)),
+        ("parallel=ulyses2", ("parallel=ulyses2", "nearest: ulysses2", "auto, cp16_ulysses8x2")),
+        ("loss=squareroot", ("loss=squareroot", "apo_down, apo_zero, cpo, dpo")),
+        ("data={max_length: 7}", ("data.max_length", "data.max_length=VALUE")),
+        ("recipe=no_such_recipe", ("recipe=no_such_recipe",)),
+        ("foo", ("key=value", "foo")),
+        ("data.train_dir=[a", ("key=value", "data.train_dir=[a")),
+        ("data train_dir=a", ("key=value", "data train_dir=a")),
+        ("data.max_tokens=1,2", ("data.max_tokens", "1,2")),
+        ("~data.max_tokens", ("data.max_tokens", "~data.max_tokens")),
+        ("data.train_dir=${nope}", ("data.train_dir", "nope")),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_line(override, line):
-    with pytest.raises(ValueError, match=r"\S") as raised:
+def test_a_mistake_on_the_command_line_is_one_line(override, things):
+    with refused(*things):
         compose([override])
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_all_unknown_keys_of_a_command_line_are_told_together():
@@ -259,7 +255,7 @@ def test_recipes_and_choices_of_a_config_folder_of_the_users_own_are_known(tmp_p
         overrides, _ = prepare_overrides([*flags, *words])
         paths = ["recipe=mine/config", "recipe=own", "parallel=ours", "recipe=quickstart/config"]
         assert overrides[len(flags) :] == paths
-    with pytest.raises(ValueError, match=r"unknown choice recipe=mnie; nearest: mine; available: .*glm_long/.* mine, "):
+    with refused("recipe=mnie", "nearest: mine", "glm_long/stage1_128k", "mine"):
         prepare_overrides(["--config-dir", str(tmp_path), "recipe=mnie"])
 
 
@@ -300,9 +296,8 @@ def test_a_file_of_a_config_folder_without_its_head_is_one_line_where_keys_are_m
 ):
     (tmp_path / group).mkdir()
     (tmp_path / group / "mine.yaml").write_text(text)
-    with pytest.raises(ValueError, match=rf"^(unknown key )?{group}\b") as raised:
+    with refused(f"{group}.{next(iter(expected))}" if HEADER in head else group):
         composed_with(tmp_path, [f"{group}=mine"])
-    assert "\n" not in str(raised.value)
 
 
 def test_a_file_may_add_to_another_choice_than_the_default_and_an_unknown_key_of_it_is_one_line(tmp_path):
@@ -311,7 +306,7 @@ def test_a_file_may_add_to_another_choice_than_the_default_and_an_unknown_key_of
     config = composed_with(tmp_path, ["loss=mine"])
     assert (config.loss.mode, config.loss.documents_per_pack) == ("sqrt", 9)
     (tmp_path / "loss/mine.yaml").write_text("defaults: [token]\nmoed: sequence\n")
-    with pytest.raises(ValueError, match=r"^unknown key loss\.moed; nearest: loss\.mode$"):
+    with refused("loss.moed", "nearest: loss.mode"):
         composed_with(tmp_path, ["loss=mine"])
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.lib.checked import changed
+from tests.lib.errors import refused
 from verl_ext.checkpoint.resume import OutputAction, check_output
 from verl_ext.config.compose import compose, compose_run
 from verl_ext.config.resolve import BF16, FP32, with_device
@@ -59,27 +60,22 @@ def test_a_gpu_that_torch_cannot_start_is_refused(default, tmp_path, monkeypatch
     if why is None:
         assert decided(default).notices == ()
     else:
-        with pytest.raises(
-            ValueError, match=r"^trainer\.device=auto .*trainer\.device=cpu \(parallel=cpu\)"
-        ) as refusal:
+        with refused("trainer.device=auto", "trainer.device=cpu", "parallel=cpu", why):
             decided(default)
-        assert why in str(refusal.value)
-        assert "\n" not in str(refusal.value)
     assert decided(changed(default, ["trainer.device=cpu"])).trainer.device == "cpu"
     assert decided(default, "cuda").notices == ()
 
 
 def test_an_npu_and_an_unknown_device_are_refused(default):
-    with pytest.raises(ValueError, match=r"^NPUs are not supported: trainer\.device must be cuda or cpu"):
+    with refused("trainer.device", "NPUs", "cuda", "cpu"):
         decided(default, "npu")
-    with pytest.raises(ValueError, match=r"trainer\.device must be one of auto, cpu, cuda; got gpu"):
+    with refused("trainer.device", "auto, cpu, cuda", "gpu"):
         decided(changed(default, ["trainer.device=gpu"]))
 
 
 @pytest.mark.parametrize("given", ["abc", "3", "null"])
 def test_overrides_of_a_models_config_are_a_mapping(given):
-    told = rf"^model\.override_config must map keys of the model's config to values; got {given}$"
-    with pytest.raises(ValueError, match=told):
+    with refused("model.override_config", given):
         compose([f"model.override_config={given}"])
 
 
@@ -117,14 +113,14 @@ def test_flash_attention_2_becomes_the_packed_backend():
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "line"),
+    ("name", "backend", "things"),
     [
-        *((name, "auto", rf"=auto, flash_attn, varlen or sdpa; got {name}$") for name in ("sdpa", "verl_ext_pakced")),
-        ("flash_attention_2", "sdpa", r"got flash_attention_2 and attention\.backend=sdpa"),
+        *((name, "auto", ("attention.backend=auto", "flash_attn", "varlen")) for name in ("sdpa", "verl_ext_pakced")),
+        ("flash_attention_2", "sdpa", ("attention.backend=sdpa",)),
     ],
 )
-def test_attention_that_would_mix_documents_or_is_another_one_is_refused(name, backend, line):
-    with pytest.raises(ValueError, match=line):
+def test_attention_that_would_mix_documents_or_is_another_one_is_refused(name, backend, things):
+    with refused(*things, name):
         compose([f"model.override_config.attn_implementation={name}", f"attention.backend={backend}"])
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.lib.checked import changed, checked, sound_run
+from tests.lib.errors import refused
 from tests.lib.project import ROOT
 from verl_ext.checkpoint.layout import remove_run_files, remove_unfinished
 from verl_ext.config.compose import compose
@@ -55,23 +56,23 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "line"),
+    ("path", "name", "key", "things"),
     [
-        (None, "loss", r"node\.path is required with node\.name; got null"),
-        ("FILE", None, r"node\.name is required with node\.path; got null"),
-        ("no/such.py", "loss", r"node\.path must be an existing file or pkg://module; got no/such\.py"),
-        ("pkg://numpi", "loss", r"node\.path must .* 'numpi'.*"),
-        ("BROKEN", "loss", r"node\.path must be Python .* ZeroDivisionError in line 2: .*"),
-        ("UNREADABLE", "loss", r"node\.path must be Python .* SyntaxError in line 1.*"),
-        ("FILE", "losss", r"node\.name must be a name in .*; got losss \(nearest: loss\)"),
+        (None, "loss", "path", ("node.name", None)),
+        ("FILE", None, "name", ("node.path", None)),
+        ("no/such.py", "loss", "path", ("pkg://module", "no/such.py")),
+        ("pkg://numpi", "loss", "path", ("'numpi'",)),
+        ("BROKEN", "loss", "path", ("broken.py", "ZeroDivisionError in line 2")),
+        ("UNREADABLE", "loss", "path", ("unreadable.py", "SyntaxError in line 1")),
+        ("FILE", "losss", "name", ("own.py", "losss", "nearest: loss")),
     ],
 )
-def test_what_is_not_named_rightly_or_cannot_be_executed_is_one_line(path, name, line, file):
+def test_what_is_not_named_rightly_or_cannot_be_executed_is_one_line(path, name, key, things, file):
     broken, unreadable = file.with_name("broken.py"), file.with_name("unreadable.py")
     broken.write_text("\n1 / 0\n")
     unreadable.write_text("def own(:")
     files = {"FILE": str(file), "BROKEN": str(broken), "UNREADABLE": str(unreadable)}
-    with pytest.raises(ValueError, match=rf"^{line}$"):
+    with refused(f"node.{key}", *things):
         custom_object("node", files.get(str(path), path), name)
 
 
@@ -102,9 +103,8 @@ def test_a_dataset_of_ones_own_is_loaded_by_processes_that_are_spawned(file: Pat
 
 def test_a_dataset_class_without_all_members_is_refused_in_one_line(file: Path) -> None:
     config: Any = compose([f"data.custom_cls.path={file}", "data.custom_cls.name=Lacking"])
-    with pytest.raises(ValueError, match=r"^data\.custom_cls\.name must be a class with [^\n]*$") as error:
+    with refused("data.custom_cls.name", "Lacking", "__getitem__, categories, digest, facts, folders"):
         dataset_class(config)
-    assert str(error.value).endswith("Lacking lacks __getitem__, categories, digest, facts, folders")
 
 
 def test_the_module_that_an_older_configuration_names_for_a_class_of_ours_is_still_known() -> None:

@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 from tests.lib.checked import checked, sound_run
+from tests.lib.errors import refused
 from verl_ext.attention import AttentionOptions
 from verl_ext.config import schema
 from verl_ext.config.compose import compose, prepare_overrides
@@ -53,7 +54,7 @@ def test_every_node_of_a_config_is_read_by_its_options(good, kind):
         values = {key: value for key, value in values.items() if value is not ...}
         found = lines(with_values(good, values)) if values else []
         for key, value in values.items():
-            (line,) = [line for line in found if line.startswith((f"{key} must be ", f"{key} is required"))]
+            (line,) = [line for line in found if line.split()[0] == key]
             assert line.partition("; got ")[2].partition(" (nearest")[0] == spell(value)
 
 
@@ -93,34 +94,32 @@ def test_an_old_name_in_a_file_is_read_or_refused(good):
     assert (
         compose(["optim.lr_scheduler_type=linear", "optim.warmup_style=constant"]).optim.lr_scheduler_type == "linear"
     )
-    for values, line in (
-        ({"data.max_length": 7}, "data.max_length must be given on the command line"),
-        ({"data.train_files": "x"}, "data.train_files must be given on the command line"),
-        ({"model.partial_pretrain": "x"}, "unknown key model.partial_pretrain; nearest: model.path"),
+    for values, things in (
+        ({"data.max_length": 7}, ("data.max_length", "command line")),
+        ({"data.train_files": "x"}, ("data.train_files", "command line")),
+        ({"model.partial_pretrain": "x"}, ("model.partial_pretrain", "nearest: model.path")),
     ):
-        with pytest.raises(ValueError, match=line):
+        with refused(*things):
             schema.check_keys(with_values(good, values))
 
 
 @pytest.mark.parametrize(
-    ("build", "line"),
+    ("build", "things"),
     [
-        (lambda: DataOptions(balance_group=9), "data.balance_group must be at most data.train_batch_size=8; got 9"),
-        (lambda: SFTOptions(mixture={"sources": {"a": {"weight": 1}}, "scal": 2}), "unknown key data.mixture.sc"),
-        (lambda: TrainerOptions(save_freq="often"), "trainer.save_freq must be a whole number of steps or after_"),
-        (lambda: TrainerOptions(save_freq=[10, [5]]), "or a list of both; got [10, [5]]"),
-        (lambda: TrainerOptions(logger=["consol"]), "got consol (nearest: console)"),
-        (lambda: TrainerOptions(logger=[]), "trainer.logger must be a list of loggers"),
-        (lambda: TrainerOptions(length_bins=[8, 8]), "trainer.length_bins must be ascending whole numbers"),
-        (lambda: TrainerOptions.read({"early_stop": 3}), "trainer.early_stop must be given by its keys; got 3"),
-        (lambda: TrainerOptions(profile_interval=[3, 1]), "trainer.profile_interval must be [first step, last step]"),
+        (lambda: DataOptions(balance_group=9), ("data.balance_group", "data.train_batch_size=8", 9)),
+        (lambda: SFTOptions(mixture={"sources": {"a": {"weight": 1}}, "scal": 2}), ("data.mixture.scal",)),
+        (lambda: TrainerOptions(save_freq="often"), ("trainer.save_freq", "after_each_epoch", "often")),
+        (lambda: TrainerOptions(save_freq=[10, [5]]), ("trainer.save_freq", "list", "[10, [5]]")),
+        (lambda: TrainerOptions(logger=["consol"]), ("trainer.logger", "consol", "nearest: console")),
+        (lambda: TrainerOptions(logger=[]), ("trainer.logger", "[]")),
+        (lambda: TrainerOptions(length_bins=[8, 8]), ("trainer.length_bins", "ascending", "[8, 8]")),
+        (lambda: TrainerOptions.read({"early_stop": 3}), ("trainer.early_stop", "keys", 3)),
+        (lambda: TrainerOptions(profile_interval=[3, 1]), ("trainer.profile_interval", "first step", "[3, 1]")),
     ],
 )
-def test_values_that_do_not_fit_each_other_are_refused_by_key_and_value(build, line):
-    with pytest.raises(ValueError, match=r"\S") as raised:
+def test_values_that_do_not_fit_each_other_are_refused_by_key_and_value(build, things):
+    with refused(*things):
         build()
-    assert line in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_the_composed_config_becomes_typed_options():

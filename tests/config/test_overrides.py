@@ -11,6 +11,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from tests.lib.errors import refused
 from tests.lib.ranks import run_ranks
 from tests.lib.training import into, metrics, train_alone
 from verl_ext.__main__ import main
@@ -148,30 +149,28 @@ def test_categories_of_any_script_are_tokenized_indexed_and_trained_on(tmp_path,
 
 
 MISTAKES = [
-    (["sources={a:x.jsonl"], "lacks a }; if a space ends it"),
-    (["sources=[x.jsonl"], "lacks a ]; if a space ends it"),
-    (["sources={a:[x.jsonl}"], "lacks a ]"),
-    (["sources=a:x.jsonl}"], "has a } without its {"),
-    (["sources={a:", "x.jsonl,", "b:y.jsonl}"], "got sources={a:: it lacks a }; if a space ends it, write quotes"),
-    (["output_dir=my", "folder"], "write quotes around both: 'output_dir=my folder'"),
-    (["sources={a:'x.jsonl}"], "its ' is not closed"),
-    (["sources={a:x(1.jsonl}"], "quotes around a name or a value"),
-    (["output dir=x"], "its key holds a space"),
+    (["sources={a:x.jsonl"], ("sources={a:x.jsonl", "a }", "quotes")),
+    (["sources=[x.jsonl"], ("sources=[x.jsonl", "a ]", "quotes")),
+    (["sources={a:[x.jsonl}"], ("sources={a:[x.jsonl}", "a ]")),
+    (["sources=a:x.jsonl}"], ("sources=a:x.jsonl}", "a } without its {")),
+    (["sources={a:", "x.jsonl,", "b:y.jsonl}"], ("sources={a:", "a }", "quotes")),
+    (["output_dir=my", "folder"], ("folder", "quotes around both: 'output_dir=my folder'")),
+    (["sources={a:'x.jsonl}"], ("sources={a:'x.jsonl}", "its '")),
+    (["sources={a:x(1.jsonl}"], ("sources={a:x(1.jsonl}", "brackets")),
+    (["output dir=x"], ("output dir=x", "space")),
 ]
 
 
-@pytest.mark.parametrize(("words", "line"), MISTAKES)
-def test_a_missing_bracket_or_quote_is_named_on_every_command_line(words, line):
-    with pytest.raises(UsageError) as raised:
+@pytest.mark.parametrize(("words", "things"), MISTAKES)
+def test_a_missing_bracket_or_quote_is_named_on_every_command_line(words, things):
+    with refused("key=value", *things, error=UsageError):
         read_options(TokenizeOptions, words)
-    of_trainer = [word.replace("sources", "data.mixture").replace("output_dir", "data.train_dir") for word in words]
-    with pytest.raises(ValueError, match=r"\S") as composed:
-        compose(of_trainer)
-    for error in (raised, composed):
-        text = str(error.value).replace("data.mixture", "sources").replace("data.train_dir", "output_dir")
-        assert line in text
-        assert text.startswith("an override is written key=value; got ")
-        assert "\n" not in text
+
+    def of_trainer(word):
+        return word.replace("sources", "data.mixture").replace("output_dir", "data.train_dir")
+
+    with refused("key=value", *map(of_trainer, things)):
+        compose([of_trainer(word) for word in words])
 
 
 @pytest.mark.parametrize(
@@ -185,10 +184,9 @@ def test_a_missing_bracket_or_quote_is_named_on_every_command_line(words, line):
     ],
 )
 def test_the_example_for_files_without_a_category_can_be_pasted(value, pair):
-    with pytest.raises(UsageError) as raised:
-        read_options(TokenizeOptions, [f"sources={value}"])
     written = f"sources={{{pair}}}"
-    assert f"e.g. '{written}'; got {value}" in str(raised.value)
+    with refused("sources", f"'{written}'", value, error=UsageError):
+        read_options(TokenizeOptions, [f"sources={value}"])
     name, _, files = pair.partition(":")
     assert read_options(Named, ["output_dir=x", written]).sources == {
         name: files if files[0] != "[" else files[1:-1].split(",")

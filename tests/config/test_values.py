@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from tests.lib.errors import names, refused
 from verl_ext.options import Options, nearest_key, option, options_of, unknown, whole_number
 
 
@@ -37,20 +38,19 @@ class Outer(Options):
 
 
 @pytest.mark.parametrize(
-    ("given_values", "line"),
+    ("given_values", "things"),
     [
-        ({"size": 1}, "outer.size must be at least 2; got 1"),
-        ({"rate": float("nan")}, "outer.rate must be above 0; got nan"),
-        ({"limit": 9}, "outer.limit must be at most outer.size=8; got 9"),
-        ({"kind": "packd"}, "outer.kind must be one of plain, packed; got packd (nearest: packed)"),
-        ({"names": ["a", 1]}, "outer.names must be a list of texts; got ['a', 1]"),
-        ({"inner": {"path": ""}}, "outer.inner.path is required: a folder; got ''"),
+        ({"size": 1}, ("outer.size", 2, 1)),
+        ({"rate": float("nan")}, ("outer.rate", 0, "nan")),
+        ({"limit": 9}, ("outer.limit", "outer.size=8", 9)),
+        ({"kind": "packd"}, ("outer.kind", "plain, packed", "packd", "nearest: packed")),
+        ({"names": ["a", 1]}, ("outer.names", "texts", "['a', 1]")),
+        ({"inner": {"path": ""}}, ("outer.inner.path", "a folder", "")),
     ],
 )
-def test_a_value_that_is_not_allowed_is_one_line(given_values, line):
-    with pytest.raises(ValueError, match=r"\S") as raised:
+def test_a_value_that_is_not_allowed_is_one_line(given_values, things):
+    with refused(*things):
         Outer.read(given_values)
-    assert str(raised.value) == line
 
 
 def test_all_mistakes_come_together_and_those_of_several_options_after_them():
@@ -75,10 +75,10 @@ def test_options_cannot_change_share_no_list_and_go_to_other_processes_as_they_a
         options.size = 10
 
 
-@pytest.mark.parametrize(("value", "line"), [("3", "a whole number; got 3"), (True, "got true"), (0, "least 1; got 0")])
-def test_a_whole_number_is_one_of_any_kind(value, line):
+@pytest.mark.parametrize(("value", "things"), [("3", ("whole number", 3)), (True, (True,)), (0, (1, 0))])
+def test_a_whole_number_is_one_of_any_kind(value, things):
     assert type(whole_number("n", np.int64(3), least=1)) is int
-    with pytest.raises(ValueError, match=f"^n must be .*{line}$"):
+    with refused("n", *things):
         whole_number("n", value, least=1)
 
 
@@ -98,8 +98,8 @@ def test_the_nearest_key_prefers_the_same_name_then_the_same_node():
 
 def test_an_unknown_key_is_one_sentence_wherever_it_is_found():
     many = [f"option_{number}" for number in range(30)]
-    assert unknown("lrr", ["lr", "betas"], node="optim") == "unknown key optim.lrr; nearest: optim.lr"
-    assert unknown("mode", ["loss.mode", *many]) == "unknown key mode; nearest: loss.mode"
-    assert unknown("zzz", ["lr", "betas"], node="optim") == "unknown key optim.zzz; known keys: optim.lr, optim.betas"
-    assert unknown("zzz", many, owner="Qwen3Config") == "unknown key zzz of Qwen3Config"
-    assert unknown("old_nam", ["old_name"], renamed={"old_name": "new"}) == "unknown key old_nam; nearest: new"
+    assert names(unknown("lrr", ["lr", "betas"], node="optim"), "optim.lrr", "nearest: optim.lr")
+    assert names(unknown("mode", ["loss.mode", *many]), "mode", "nearest: loss.mode")
+    assert names(unknown("zzz", ["lr", "betas"], node="optim"), "optim.zzz", "optim.lr, optim.betas")
+    assert names(unknown("zzz", many, owner="Qwen3Config"), "zzz", "Qwen3Config")
+    assert names(unknown("old_nam", ["old_name"], renamed={"old_name": "new"}), "old_nam", "nearest: new")
