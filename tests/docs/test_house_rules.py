@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.lib import durations
+from tests.lib.errors import names
 from tests.lib.line_budgets import lowered, problems, raised
 from tests.lib.project import ROOT
 from tests.lib.public_names import repeated
@@ -55,8 +56,9 @@ def test_a_room_may_not_exceed_the_larger_of_its_ceiling_and_its_present_size(pr
 
 def test_a_room_without_a_ceiling_and_a_long_module_are_named(project):
     del (given := budgets())["rooms"]["modules"]
-    assert "rooms.modules must state a ceiling" in next(problems(project, given))
-    assert [*problems(project, budgets() | {"module": 4})] == ["verl_ext/room/two.py may have 4 lines; it has 5"]
+    assert names(next(problems(project, given)), "tool.line-budgets.rooms.modules", "ceiling")
+    (problem,) = problems(project, budgets() | {"module": 4})
+    assert names(problem, "verl_ext/room/two.py", "4 lines", 5)
 
 
 def test_present_sizes_are_lowered_and_never_raised():
@@ -85,7 +87,8 @@ def test_a_present_size_only_falls_while_its_ceiling_stays(present, earlier, pro
 def test_a_public_name_of_two_modules_is_named_with_both(tmp_path):
     (tmp_path / "one.py").write_text("def read(): ...\ndef main(): ...\ndef _own(): ...\nclass Kept: ...\n")
     (tmp_path / "two.py").write_text("class read: ...\ndef main(): ...\ndef _own(): ...\n")
-    assert [*repeated(tmp_path)] == ["read must be defined once; got one.py, two.py"]
+    (problem,) = repeated(tmp_path)
+    assert names(problem, "read", "one.py, two.py")
 
 
 REPORT = """<testsuites><testsuite>
@@ -109,8 +112,8 @@ def test_a_quick_file_above_the_limit_is_a_problem_until_it_is_marked_and_a_row_
     (tmp_path / "test_a.py").write_text("import pytest\n")
     (tmp_path / "test_b.py").write_text("import pytest\n")
     slow, gone = durations.problems(page, tmp_path)
-    assert "test_a.py must be marked slow or take at most 10 seconds; it takes 11.5" in slow
-    assert "gpu/test_c.py, which does not exist" in gone
+    assert names(slow, "tests/test_a.py", "slow", "10 seconds", 11.5)
+    assert names(gone, "gpu/test_c.py", "exist")
     (tmp_path / "test_a.py").write_text("pytestmark = [pytest.mark.slow, pytest.mark.skipif(True)]\n")
     assert len([*durations.problems(page, tmp_path)]) == 1
 
