@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
+from tests.lib.errors import names
 from tests.lib.ranks import run_cases
 from tests.lib.tiny_model import write_tiny_model
 from tests.lib.training import (
@@ -230,8 +231,7 @@ def test_a_resume_is_exact_also_of_its_state_on_another_number_of_ranks(runs):
         for name in last:
             if name.endswith("_codes"):  # gradients of other ranks differ in their last bits
                 assert (found[name] != last[name]).float().mean() < 1e-3
-    must = "must hold whole tensors; they cannot be read: Missing key in checkpoint state_dict: optimizer."
-    assert must in told
+    assert "Missing key in checkpoint state_dict: optimizer." in told
 
 
 @pytest.mark.slow
@@ -248,8 +248,6 @@ def test_options_that_it_lacks_are_refused_in_one_line(tiny_model, tmp_path):
     run = [*small_run(tmp_path, tiny_model, [30] * 4), into(tmp_path / "run"), EIGHT]
     given = ["{fused: true}", "{eps: -1}", "{block_size: 128}", "{eps: 1e-9}"]
     told = refusals(run, [[f"optim.override_optimizer_config={each}"] for each in given])
-    must = "optim.override_optimizer_config must be options of AdamW8bit; got"
-    assert told[0].startswith(f"{must} {{'fused': True}} (")
-    assert told[1].startswith(f"{must} {{'eps': -1}} (")
-    assert told[2].startswith(f"{must} {{'block_size': 128}} (")
+    for line, got in zip(told, ("{'fused': True}", "{'eps': -1}", "{'block_size': 128}"), strict=False):
+        assert names(line, "optim.override_optimizer_config", "AdamW8bit", got)
     assert told[3] == ""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.lib.attention_packs import LENGTHS, attention_pack
+from tests.lib.errors import refused
 from tests.lib.ranks import run_cases
 from tests.lib.tensor_calls import Copies
 from verl_ext.data import CategoryTable
@@ -49,7 +50,7 @@ def _copies(model: str, ulysses: int, groups: int) -> dict:
         )
     if groups > 1:
         (asks_for_more,) = batch.micro_batches(2, calculate_entropy=True)
-        with pytest.raises(ValueError, match=r"^parallel\.context_parallel_size must be 1 where .*; got 2$"):
+        with refused("parallel.context_parallel_size", 1, 2):
             engine.prepare_micro_batch(asks_for_more, META)
     return {
         "non_blocking": seen.non_blocking,

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.lib.errors import names
 from tests.lib.ranks import run_cases
 from tests.lib.reference import Reference, documents_of_answers, fill_adapters, load_eager
 from tests.lib.tiny_model import VOCABULARY, write_tiny_model
@@ -176,5 +177,5 @@ def test_a_resume_with_other_tokens_is_refused(runs, folders):
     run = [f"data.train_dir={runs[0] / 'data'}", f"model.path={folders['padded']}", *STEPS, into(runs[0] / "padded")]
     changes = [[WORDS], [WORDS.replace("<call>", "<cell>"), SPECIAL]]
     told = refusals(run, changes)
-    assert told[0].startswith("model.new_special_tokens is [], but the run in ")
-    assert told[1].startswith("model.new_tokens is ['w3 w5', '<cell>'], but the run in ")
+    assert names(told[0], "model.new_special_tokens", "[]")
+    assert names(told[1], "model.new_tokens", "['w3 w5', '<cell>']")
