@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from tests.lib.errors import refused
 from tests.lib.tokenized_data import write_tokenized
 from verl_ext.answers import AnswerOptions, Prompts
 from verl_ext.answers.scores import number_of, scorer
@@ -72,26 +73,25 @@ def test_the_prompt_of_a_chat_follows_the_options_of_the_training_data(tokenizer
     (other,) = Prompts.read(own, tokenizer, [folder]).items
     assert other.ids[:2] == tokenizer.convert_tokens_to_ids(["w12", "w1"])
     plain = _file(tmp_path / "b.jsonl", {"messages": CHAT})
-    with pytest.raises(ValueError, match=r"columns\.messages must name .*; eval\.columns=\{\} reads none"):
+    with refused("columns.messages", "eval.columns={}"):
         Prompts.read(AnswerOptions(prompts=plain), tokenizer, [folder])
     assert len(Prompts.read(AnswerOptions(prompts=plain, columns={}), tokenizer, [folder]).items) == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("given", "things"),
     [
-        ({"chat_date": "now"}, "eval.chat_date must be a day such as"),
-        ({"chat_template": "{% x"}, "eval.chat_template must be a Jinja template"),
-        ({"apply_chat_template_kwargs": {"tokenize": True}}, "eval.apply_chat_template_kwargs must not set tokenize"),
-        ({"columns": {"mesages": "m"}}, "a name in eval.columns must be"),
-        ({"prompts": "no_such.jsonl"}, r"eval\.prompts must name files that exist; no_such\.jsonl"),
+        ({"chat_date": "now"}, ("eval.chat_date", "now")),
+        ({"chat_template": "{% x"}, ("eval.chat_template", "line 1")),
+        ({"apply_chat_template_kwargs": {"tokenize": True}}, ("eval.apply_chat_template_kwargs", "tokenize")),
+        ({"columns": {"mesages": "m"}}, ("eval.columns", "mesages", "nearest: messages")),
+        ({"prompts": "no_such.jsonl"}, ("eval.prompts", "no_such.jsonl")),
     ],
 )
-def test_options_of_prompts_that_cannot_be_used_are_one_line(given, line, tokenizer, tmp_path):
+def test_options_of_prompts_that_cannot_be_used_are_one_line(given, things, tokenizer, tmp_path):
     path = _file(tmp_path / "a.jsonl", {"messages": CHAT})
-    with pytest.raises(ValueError, match=f"^{line}") as raised:
+    with refused(*things):
         Prompts.read(AnswerOptions(**{"prompts": path, **given}), tokenizer)
-    assert "\n" not in str(raised.value)
 
 
 def test_answers_end_with_the_end_of_a_turn_that_ends_a_chat_beside_the_tokenizers(tokenizer, tmp_path):
@@ -125,11 +125,11 @@ def test_an_expected_answer_that_a_score_cannot_compare_is_refused(score, expect
     if expected == "w10":
         assert len(Prompts.read(options, tokenizer).items) == 1
     else:
-        with pytest.raises(ValueError, match=rf"{path}:1: .* has no (number|words) that eval\.score={score} compares"):
+        with refused(f"{path}:1", f"eval.score={score}"):
             Prompts.read(options, tokenizer)
     document = {"input_ids": np.array([5, 6, 7, 2]), "loss_mask": np.array([0, 0, 0, 1]), "category_ids": np.zeros(4)}
     folder = write_tokenized(tmp_path / "data", [document])
-    with pytest.raises(ValueError, match=r"row 0 of .* has no (number|words)"):
+    with refused("row 0", f"eval.score={score}"):
         Prompts.read(AnswerOptions(prompts=folder, score=score), AutoTokenizer.from_pretrained(tokenizer.name_or_path))
 
 
@@ -146,7 +146,7 @@ def test_a_text_is_gone_on_with_without_a_template_and_has_no_score(tiny_model, 
     scored = [Scored(0, "own", None, None), Scored(1, "a", 1.0, None)]
     assert mean_scores(scored) == {"a": 1.0, "": 1.0}
     chat = _file(tmp_path / "b.jsonl", {"messages": CHAT})
-    with pytest.raises(ValueError, match=r"^eval\.chat_template must be given"):
+    with refused("eval.chat_template"):
         Prompts.read(AnswerOptions(prompts=chat), base)
 
 
@@ -158,35 +158,34 @@ def test_categories_are_those_of_the_option_or_of_a_field_and_samples_the_first(
 
 
 @pytest.mark.parametrize(
-    ("record", "problem"),
+    ("record", "thing"),
     [
-        ({"messages": CHAT[:1]}, "no assistant turn"),
+        ({"messages": CHAT[:1]}, "assistant turn"),
         ({"text": ""}, "empty"),
-        ({"messages": CHAT[1:2]}, "nothing stands before"),
-        ({"messages": [CHAT[0], {**CHAT[1], "content": "", "tool_calls": [{"name": "f"}]}]}, "no words"),
-        ({"messages": [CHAT[0], {**CHAT[1], "content": "<think>x</think>"}]}, "no words"),
+        ({"messages": CHAT[1:2]}, "nothing"),
+        ({"messages": [CHAT[0], {**CHAT[1], "content": "", "tool_calls": [{"name": "f"}]}]}, "words"),
+        ({"messages": [CHAT[0], {**CHAT[1], "content": "<think>x</think>"}]}, "words"),
     ],
 )
-def test_a_record_without_prompt_or_answer_is_refused_with_its_line(record, problem, tokenizer, tmp_path):
+def test_a_record_without_prompt_or_answer_is_refused_with_its_line(record, thing, tokenizer, tmp_path):
     path = _file(tmp_path / "a.jsonl", {"messages": CHAT}, record)
-    with pytest.raises(ValueError, match=rf"eval\.prompts .*{path}:2: .*{problem}"):
+    with refused("eval.prompts", f"{path}:2", thing):
         Prompts.read(AnswerOptions(prompts=path), tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("given", "things"),
     [
-        ({"score": "exakt"}, r"eval\.score .*; got exakt \(nearest: exact\)"),
-        ({"score": "no.such.module:f"}, r"eval\.score must be .*no\.such\.module"),
-        ({"score": "math:coshh"}, r"eval\.score must be a name in .*coshh \(nearest: cosh\)"),
-        ({"prompts": {"a": {"b": "c"}}}, r"eval\.prompts must be a path"),
-        ({"prompts": None, "freq": 5}, r"eval\.prompts is required with eval\.freq=5; got null"),
+        ({"score": "exakt"}, ("eval.score", "exakt", "nearest: exact")),
+        ({"score": "no.such.module:f"}, ("eval.score", "pkg://no.such.module")),
+        ({"score": "math:coshh"}, ("eval.score", "coshh", "nearest: cosh")),
+        ({"prompts": {"a": {"b": "c"}}}, ("eval.prompts", "{'a': {'b': 'c'}}")),
+        ({"prompts": None, "freq": 5}, ("eval.prompts", "eval.freq=5", None)),
     ],
 )
-def test_wrong_options_are_one_line(given, line):
-    with pytest.raises(ValueError, match=line) as raised:
+def test_wrong_options_are_one_line(given, things):
+    with refused(*things):
         AnswerOptions(**{"prompts": "a.jsonl", **given})
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -224,5 +223,5 @@ def test_a_scorer_of_ones_own_is_given_the_record_and_the_answer(tmp_path):
     own = scorer(f"{path}:half")
     assert own({"x": "garden"}, "", "<think>kitchen</think>garden") == 0.5  # without its reasoning
     assert (own({"x": "a"}, "", "a"), own({"x": "a"}, "", "b")) == (0.5, 0.0)
-    with pytest.raises(ValueError, match=r"eval\.score=.*own\.py:half .*KeyError: 'x'"):
+    with refused(f"eval.score={path}:half", "KeyError: 'x'"):
         own({}, "", "a")

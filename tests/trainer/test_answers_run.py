@@ -9,6 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.lib.errors import names
 from tests.lib.ranks import in_turn, run_ranks
 from tests.lib.tiny_model import VOCABULARY
 from tests.lib.tokenized_data import random_documents, write_tokenized
@@ -140,14 +141,12 @@ def test_trackers_get_the_table_and_a_scorer_that_fails_is_a_warning(options, tm
     calls = [(_train_and_hear, given, tmp_path / "tensorboard") for given in (run, scored)]
     (_, of_scored), _ = run_ranks(in_turn, 2, calls)
     assert any("w1 w2 w3" in text for text in _texts(tmp_path / "tensorboard"))
-    assert "picky must give a number; got ZeroDivisionError" in of_scored
+    assert names(of_scored, f"eval.score={own}:picky", "ZeroDivisionError")
     assert not [name for _, name in metrics(tmp_path / "scored") if name.startswith("val/answer")]
 
 
 def test_a_mistake_ends_the_run_before_the_model_is_loaded(options, tmp_path):
-    lines = {
-        "eval.prompts=none.jsonl": "eval.prompts must name files that exist",
-        "eval.max_new_tokens=600": "eval.max_new_tokens must be at most",
-    }
-    told = refusals([*options, into(tmp_path)], [[word] for word in lines])
-    assert all(line in one for line, one in zip(lines.values(), told, strict=True)), told
+    changes = [["eval.prompts=none.jsonl"], ["eval.max_new_tokens=600"]]
+    (of_prompts, of_tokens) = refusals([*options, into(tmp_path)], changes)
+    assert names(of_prompts, "eval.prompts", "none.jsonl")
+    assert names(of_tokens, "eval.max_new_tokens", 600)
