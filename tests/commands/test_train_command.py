@@ -175,10 +175,7 @@ def test_training_data_alone_is_trained_on_as_it_is(folder: Path, started: list[
         (["backend=ray"], ["backend", "local", "got ray"]),
         (["data.val_share=1.5"], ["data.val_share", 1.5]),
         (["val_share=0"], ["data.val_share", "got 0"]),
-        (
-            ["data.val_share=0.1", "data.val_dir=data/val"],
-            ["data.val_dir", "data.val_share", "got data.val_dir=data/val"],
-        ),
+        (["data.val_share=0.1", "data.val_dir=data/val"], ["data.val_dir", "data.val_share", "data.val_dir=data/val"]),
         (["data.val_share=0.1", "data.val_sources={a:b.jsonl}"], ["data.val_sources", "data.val_share", "b.jsonl"]),
         (["system={cod: x}"], ["system.cod", "gsm8k, code"]),
         (["model.path="], ["model.path", "got nothing"]),

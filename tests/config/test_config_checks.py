@@ -163,7 +163,7 @@ MISTAKES = [  # overrides of a good config, with its ranks and its accelerator; 
         ("engine.wrap_policy.transformer_layer_cls_to_wrap", "Qwen3DecoderLayer", "NoSuchLayer"),
     ),
     ("engine.ulysses_sequence_parallel_size=0 ranks=4", ("engine.ulysses_sequence_parallel_size", 1, 0)),
-    ("engine.ulysses_sequence_parallel_size=3 ranks=4", ("engine.ulysses_sequence_parallel_size", 3, "4 ranks")),
+    ("engine.ulysses_sequence_parallel_size=3 ranks=4", ("engine.ulysses_sequence_parallel_size", "3 with 4 ranks")),
     ("engine.ulysses_sequence_parallel_size=16 ranks=16", ("engine.ulysses_sequence_parallel_size", 12, 16)),
     (
         "engine.ulysses_sequence_parallel_size=2 parallel.context_parallel_size=3 ranks=4",
@@ -409,6 +409,6 @@ def test_adapters_of_a_router_whose_buffer_its_layer_reads_are_refused_and_all_l
         assert "mlp.gate" not in told
         weight = {"model__target_parameters": ["mlp.gate.weight"]}
         named = changed(good, model__lora_rank=4, model__target_modules=["q_b_proj"], **weight)
-        with refused("model.target_modules", "e_score_correction_bias"):
+        with refused("model.target_modules", "DeepseekV3Config", "'e_score_correction_bias'"):
             checked(named, 1, hf_config=mixture)
     checked(changed(good, model__lora_rank=4, model__target_modules=["q_b_proj"]), 1, hf_config=mixture)

@@ -90,7 +90,7 @@ def test_a_peak_is_what_a_block_adds(private, figures):
 @pytest.mark.parametrize(
     ("words", "things"),
     [
-        (["pack"], ("NAME", "pack", "nearest: packing")),
+        (["pack"], ("NAME", "got pack")),
         (["packing", "repeats=0"], ("repeats", 1, 0)),
         (["packing", "document=3"], ("document", "nearest: documents")),
         (["packing", "--table", "speed"], ("--table", "compared, balance", "speed")),

@@ -82,7 +82,7 @@ def test_the_prompt_of_a_chat_follows_the_options_of_the_training_data(tokenizer
     ("given", "things"),
     [
         ({"chat_date": "now"}, ("eval.chat_date", "now")),
-        ({"chat_template": "{% x"}, ("eval.chat_template", "{% x")),
+        ({"chat_template": "{% x"}, ("eval.chat_template", "line 1")),
         ({"apply_chat_template_kwargs": {"tokenize": True}}, ("eval.apply_chat_template_kwargs", "tokenize")),
         ({"columns": {"mesages": "m"}}, ("eval.columns", "mesages", "nearest: messages")),
         ({"prompts": "no_such.jsonl"}, ("eval.prompts", "no_such.jsonl")),

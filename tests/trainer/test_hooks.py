@@ -122,7 +122,7 @@ def test_losses_above_the_limit_end_a_run_once_there_are_as_many_in_a_row():
     for step, loss in enumerate((6.0, 5.0, math.nan), start=1):  # a limit is no loss above it; NaN is above any
         hook.post_step(step, replace(OUTCOME, sums=SimpleNamespace(loss=loss)))
     hook.post_step(4, OUTCOME)  # a step without a loss counts for neither
-    with refused("step 5", "2 consecutive steps", "trainer.max_loss=5.0", error=Ending):
+    with refused("step 5", "2 consecutive steps", "trainer.max_loss=5", error=Ending):
         hook.post_step(5, replace(OUTCOME, sums=SimpleNamespace(loss=5.5)))
 
 

@@ -147,7 +147,7 @@ OTHER_PACKS = {  # a change, and what the answer to it names
     "data.train_batch_size=2": ("data.train_batch_size", 2, 4),
     "data.balance=none": ("data.balance", "none", "sorted"),
     "data.cost=flops": ("data.cost", "flops", "tokens"),
-    "data.mixture={sources: {all: {tokens: 400}}}": ("data.mixture", 400, "None"),
+    "data.mixture={sources: {all: {tokens: 400}}}": ("data.mixture", "None"),
 }
 
 
