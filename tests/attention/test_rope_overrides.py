@@ -84,7 +84,7 @@ _YARNS = {"rope_type": "yarn", "factor": 2.0}
         ({"rope_scaling": {"type": "linear", "factor": True}}, ("model.override_config.rope_scaling.factor", True)),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, ("Missing required keys",)),
         ({"rope_scaling": "yarn"}, ("model.override_config.rope_scaling", "got yarn")),
-        ({"rope_scaling": _YARNS, "rope_parameters": {"factor": 1.0}}, ("rope_scaling or rope_parameters",)),
+        ({"rope_scaling": _YARNS, "rope_parameters": {"factor": 1.0}}, ("rope_scaling", "rope_parameters")),
     ],
 )
 def test_parameters_that_transformers_would_not_read_are_one_line(values, things):

@@ -212,4 +212,4 @@ def test_a_resume_in_another_form_or_on_another_base_is_refused(folders, runs, t
     told = refusals(begun, changes)
     assert names(told[0], "model.quantization", "None", "nf4")
     assert names(told[1], "model.quantization_nested", "True")
-    assert names(told[2], "model.path")
+    assert names(told[2], "but the run in")
