@@ -76,7 +76,7 @@ def run_facts(
 
 
 def weight_facts(name: str, digest: str | None) -> dict[str, str]:
-    """Return the facts in a digest of weights: of their files, and of their tensors, which old checkpoints lack."""
+    """Return a digest of weights as two facts; older checkpoints lack that of the tensors."""
     files, _, tensors = (digest or "").partition(TENSORS)
     return ({name: files} if files else {}) | ({f"{name}, tensor by tensor": tensors} if tensors else {})
 

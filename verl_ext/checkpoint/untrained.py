@@ -1,4 +1,4 @@
-"""Tensors of a source that its class in transformers does not load, such as those of multi-token prediction.
+"""Tensors that transformers does not load from a source, such as multi-token prediction layers.
 
 Training does not know them. Servers draft tokens with them, so an export has them as they are in the source.
 """

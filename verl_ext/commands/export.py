@@ -44,7 +44,7 @@ class ExportOptions(OutputOptions):
     base_form: str = option(
         "dequantized",
         "weights into which adapters of a base in NF4 are merged; dequantized: the numbers that were trained on; "
-        "original: those of the base's files, for which the adapters were not trained",
+        "original: the weights in the base's files, on which the adapters were not trained",
         choices=("dequantized", "original"),
     )
     dtype: str = option(

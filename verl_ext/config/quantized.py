@@ -66,7 +66,7 @@ def plain_headers(stored: Mapping[str, torch.Tensor], quantization: Mapping[str,
 
 
 def _plain_fp8(stored: Mapping[str, torch.Tensor], quantization: Mapping[str, Any]) -> PlainHeaders:
-    """Leave out the scales of weights that are there, and compare their blocks with those of the config."""
+    """Drop the scales that belong to a weight, and compare their block sizes with the config."""
     headers, block = PlainHeaders(), quantization.get("weight_block_size", (128, 128))
     scales: dict[str, str] = {}  # of each weight
     for name, tensor in stored.items():

@@ -73,8 +73,8 @@ class TrainerOptions(Options):
         [], "ascending document lengths in tokens, between which validation's loss and answers have a mean of their own"
     )
     max_ckpt_to_keep: int | None = option(None, "number of checkpoints to keep; null: all", least=1)
-    resume_mode: str = option("auto", "auto: the last checkpoint, if any", choices=("auto", "disable", "resume_path"))
-    resume_from_path: str | None = option(None, "the folder global_step_N of resume_mode=resume_path")
+    resume_mode: str = option("auto", "auto: resume the last checkpoint", choices=("auto", "disable", "resume_path"))
+    resume_from_path: str | None = option(None, "the global_step_N folder for resume_mode=resume_path")
     allow_resume_mismatch: list[str] = option([], "config keys that may differ from the resumed run's")
     balance_batch: bool = option(True, "verl's key, without effect on packs; see data.balance")
     nnodes: int = option(1, "number of nodes on Ray; not used under torchrun", least=1)
@@ -255,7 +255,7 @@ class RunConfig:
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
-        """The whole configuration as plain dicts and lists, for verl and for trackers: what is typed, and the rest."""
+        """The whole configuration as plain dicts and lists, for verl and for trackers."""
         typed = {options.prefix: [getattr(self, options.prefix)] for options in NODES}
         typed |= {"data": [self.dataset, self.data], "model": [self.model_options]}
         engine = {**self.composed["engine"], "mixed_precision": self.engine.mixed_precision}

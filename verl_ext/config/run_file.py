@@ -72,7 +72,7 @@ def expanded(words: Sequence[str]) -> list[str]:
 
 
 def _with(words: Sequence[str], later: Sequence[str], replaced: Iterable[str] = ()) -> list[str]:
-    """Return words with others after them, without those whose keys the others have or that are `replaced`.
+    """Append later words, and drop the earlier ones whose keys they set or that are `replaced`.
 
     A tokenized folder (data.train_dir) takes the place of all that it would be made of.
     """
@@ -246,7 +246,7 @@ def _placed(key: str, value: Any, folder: Path, options: Mapping[str, Any]) -> A
 
 
 def _relative(value: str, options: Mapping[str, Any]) -> str | None:
-    """Return a path with its references resolved as far as is known here; None if it does not start at the file."""
+    """Resolve a path's references as far as known here; None if it does not start at the file."""
     if match := re.match(r"\$\{([\w.]+)\}", value):
         key = RENAMED.get(match[1], match[1])
         if _is_data(key) or key in (*OWN_PATHS, *MODEL_PATHS):  # absolute already, or a default's

@@ -125,7 +125,7 @@ def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def register() -> None:
-    """Register Hydra's groups `options`, of :func:`option_nodes`, `upstream`, of verl's files, and the papers' recipes.
+    """Register our options, verl's files and the papers' recipes as groups of Hydra.
 
     Idempotent. A file of ours that has the name of one of verl's begins with that one.
     """
@@ -159,7 +159,7 @@ def nodes() -> dict[str, str]:
 
 @functools.cache
 def free_form() -> frozenset[str]:
-    """Return the nodes below which any keys may stand: verl's, and our options that are mappings of names to values."""
+    """Return the nodes that take any keys: some of verl's, and our options that are mappings."""
     families: list[type[Options]] = [family.Options for family in dataset_families().values()]
     classes: tuple[type[Options], ...] = (*NODES, OptimOptions, PreferenceOptions, *families)
     ours = ((f"{cls.prefix}.{name}", of.type) for cls in classes for name, of in options_of(cls).items())

@@ -168,10 +168,9 @@ def check_weights(
 
 
 def _load_headers(model_class: Any, hf_config: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
-    """Let transformers load headers on the meta device; return the model, and what they lack or have beside it.
+    """Let transformers load headers on the meta device; return the model and the differences from it.
 
-    The second is its loading info, with names that are `reshaped`, `torn` (only parts are there, and no model is made),
-    `left_out` by the class, and `tied` by the config.
+    They are its loading info, with names that are `reshaped`, `torn` (no model is made), `left_out` or `tied`.
     """
     # The class would hide weights that it may lack, of which some without others are a mistake.
     may_lack = re.compile("|".join(model_class._keys_to_ignore_on_load_missing or ["(?!)"]))
@@ -231,13 +230,13 @@ def _ties_of_headers() -> Iterator[list[torch.Size]]:
 
 
 def digest_of_weights(path: str, key: str = "model.path") -> str:
-    """Describe the content of a folder's or Hub model's weights, and samples of every tensor in safetensors files.
+    """Describe the files of a model's weights, and every tensor of its safetensors by samples.
 
-    A Hub model is downloaded, and has the digest of a folder with the same files. The ends of the files alone do not
-    tell a base from the same one with an adapter merged into some of its layers.
+    A Hub model is downloaded, and has the digest of a folder with the same files. The ends of files do not tell that
+    an adapter was merged into some layers. A change between samples is not seen.
     """
     if os.path.exists(path):
-        digest, files = folder_digest(path, _ENDINGS), sorted(Path(path).rglob("*.safetensors"))
+        digest, files = folder_digest(path, _ENDINGS), sorted(Path(path).glob("*.safetensors"))
     else:
         files = sorted(Path(file) for file in weight_files(path, key))
         digest = files_digest(files, files[0].parent)
@@ -246,12 +245,13 @@ def digest_of_weights(path: str, key: str = "model.path") -> str:
 
 
 def _samples_of_tensors(file: Path) -> Iterator[bytes]:
-    """Yield the bytes at the beginning and in the middle of each tensor of a safetensors file."""
+    """Yield the header of a safetensors file, and bytes from the beginning and the middle of each tensor."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
-        for entry in parse_json(opened.read(size).decode()).values():
+        yield (header := opened.read(size))
+        for entry in parse_json(header.decode()).values():
             first, last = entry.get("data_offsets", (0, 0))  # which the metadata lack
-            for begin in (first, (first + last) // 2):
+            for begin in first, (first + last) // 2:
                 opened.seek(8 + size + begin)
                 yield opened.read(min(_SAMPLE, last - begin))
 

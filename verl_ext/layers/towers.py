@@ -34,8 +34,8 @@ class FreezeOptions(Options):
     )
     frozen_dtype: str = option(
         "compute",
-        "type in memory of parameters that are not trained; compute: that of a forward "
-        "(engine.mixed_precision.param_dtype), in which they are read anyway; fp32: that of the trained ones",
+        "type in memory of parameters that are not trained; compute: "
+        "engine.mixed_precision.param_dtype, which the forward pass uses anyway; fp32: as the trained ones",
         choices=("compute", "fp32"),
     )
 

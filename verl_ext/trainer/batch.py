@@ -105,7 +105,7 @@ class StepBatch:
         return replace(first, **whole, counts=reduce(add, (pack.counts for pack in packs)))
 
     def targets_of(self, slot: int, ends: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Return the columns of a pack slot's targets, with `document` among those of the pack.
+        """Return the columns of one pack's targets; `document` counts from the pack's first document.
 
         ends: int64[D], those of the documents as the dataset counts them, unless they share tokens.
         """
@@ -122,7 +122,7 @@ class StepBatch:
         return replace(self, **pinned, targets={name: values.pin_memory() for name, values in self.targets.items()})
 
     def micro_batches(self, size: int, loss: StepLoss | None = None, **flags: Any) -> Iterator[TensorDict]:
-        """Cut the step into verl's jagged micro-batches of ``size`` packs, with flags, and those of a loss.
+        """Cut the step into verl's jagged micro-batches of ``size`` packs; add the engine's and the loss's flags.
 
         Rows and documents of targets count from the micro-batch's first.
         """

@@ -137,7 +137,7 @@ class PreferenceDataSet(PackedDataset):
 
     @override
     def omitted_documents(self) -> list[OmittedDocuments]:
-        """Return the documents that packs lack, with those of long units."""
+        """Return the documents that are in no pack, including those of units that are too long."""
         documents = self.packs.documents
         lengths = documents.source.lengths
         dropped = np.setdiff1d(np.flatnonzero(documents.lengths), self.spans.row, assume_unique=True)

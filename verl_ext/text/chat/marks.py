@@ -283,7 +283,7 @@ def field_kind(role: str, name: str, other: WordKind = WordKind.FIELD) -> WordKi
 
 
 def without_results(message: Message) -> Message:
-    """Return an assistant's message without results of tools, in its own fields or in those of its calls."""
+    """Return an assistant's message without the tool results in its fields and in its calls."""
 
     def kept(fields: Message) -> Message:
         return {name: value for name, value in fields.items() if not RESULT_FIELDS.fullmatch(name)}

@@ -117,7 +117,7 @@ class TurnSearch:
         places, targets, names = self.places, [], self.template.facts.names
         unprinted = labels_of_unprinted(self.text, self.chat, self.marks, places, names)
         runs = [[*run] for _, run in groupby(range(len(places)), key=lambda number: places[number].words.run)]
-        # A template may print the tools at the end of the chat, after its last message. Those words are no next turn.
+        # A template may print the tools at the end of the chat, after its last message. They begin no turn.
         newest = max((place.words.message for place in places), default=0)
         last_run = {places[run[0]].words.run: run for run in runs}
         for run in runs:

@@ -40,7 +40,7 @@ class PlanOptions(Options):
     ranks_per_node: int = option(8, "ranks that share a node's memory; a smaller run has fewer", least=1)
     expert_imbalance: float = option(
         1.0,
-        "with parallel.expert_parallel: rows that reach a rank's experts, over those of a rank on average "
+        "with parallel.expert_parallel: rows that reach the busiest rank's experts, relative to the mean over ranks "
         "(train/expert_rows_max of a run)",
         least=1,
     )
