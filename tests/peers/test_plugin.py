@@ -128,7 +128,7 @@ def test_ppo_and_grpo_find_the_same_algorithms_and_compose_the_same_configuratio
     assert installed["RL"] == stock["RL"]
     assert stock["RL configurations"]["ppo_trainer grpo"]["algorithm"]["adv_estimator"] == "grpo"
     assert installed["RL configurations"] == stock["RL configurations"]
-    ours = ("", ".cpu_platform", ".launch", ".launch.protocol", ".launch.torchrun", ".plugin")
+    ours = ("", ".cpu_platform", ".launch", ".launch.protocol", ".launch.torchrun", ".options", ".plugin")
     assert installed["RL modules"] == [f"verl_ext{name}" for name in ours]
 
 
