@@ -1,7 +1,6 @@
 """recipes with a run.sh: their data, tokenizer, model, and whole runs of their small forms."""
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -11,13 +10,12 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.lib.errors import names, refused
-from tests.lib.project import ROOT
+from tests.lib.recipe_runs import RECIPES, run_recipe
 from verl_ext.commands.command_line import read_options
 from verl_ext.tools.init_model.command import InitModelOptions, init_model
 
 pytestmark = pytest.mark.slow
 
-RECIPES = ROOT / "recipes"
 CATEGORIES = ("arithmetic", "ordering", "documents")
 METRICS = ("margin", "accuracy")
 
@@ -146,22 +144,8 @@ def test_the_answer_is_that_of_the_last_export(tmp_path):
         report["last_export"](tmp_path / "none")
 
 
-def run_recipe(name: str, folder: Path, *overrides: str) -> str:
-    """Run a recipe's small form in a folder; return its output."""
-    done = subprocess.run(
-        [RECIPES / name / "run.sh", folder / "run", *overrides],
-        cwd=folder,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=590,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
-
-
 def test_the_quickstart_ends_with_curves_a_page_and_an_answer(tmp_path):
-    results = run_recipe("quickstart", tmp_path, "trainer.total_training_steps=12").split("Results.")[1]
+    results = run_recipe("quickstart/run.sh", tmp_path / "run", "trainer.total_training_steps=12").split("Results.")[1]
     assert all(category in results for category in CATEGORIES)
     assert "Answered" in results
     assert "loss of arithmetic" in (tmp_path / "run" / "run.html").read_text(encoding="utf-8")
@@ -172,7 +156,7 @@ def test_the_quickstart_ends_with_curves_a_page_and_an_answer(tmp_path):
     [("papers/longalign", "longalign.jsonl", "rating"), ("papers/longwriter", "agentwrite.jsonl", "S_l")],
 )
 def test_the_small_form_ends_with_a_trained_model_judged_beside_the_one_before(recipe, records, score, tmp_path):
-    run_recipe(recipe, tmp_path, "trainer.total_training_steps=8")
+    run_recipe(f"{recipe}/run.sh", tmp_path / "run", "trainer.total_training_steps=8")
     lines = (tmp_path / "run" / "synthesized" / records).read_text().splitlines()
     assert len(lines) > 50
     assert json.loads(lines[0])["provenance"]["models"] == ["scripted"]
@@ -189,7 +173,7 @@ def values(path: Path, key: str) -> list[float]:
 
 
 def test_preferences_for_a_length_are_learned_and_answers_of_unseen_subjects_have_it(tmp_path):
-    run_recipe("papers/longwriter_dpo", tmp_path)
+    run_recipe("papers/longwriter_dpo/run.sh", tmp_path / "run")
     run = tmp_path / "run"
     for line in (run / "pairs" / "preferences.jsonl").read_text().splitlines():
         assert json.loads(line)["score_chosen"] > json.loads(line)["score_rejected"]
@@ -204,7 +188,7 @@ def test_preferences_for_a_length_are_learned_and_answers_of_unseen_subjects_hav
 
 
 def test_preferences_by_question_and_answer_alone_bring_the_fact_of_the_text_into_answers(tmp_path):
-    run_recipe("papers/glm_long_dpo", tmp_path)
+    run_recipe("papers/glm_long_dpo/run.sh", tmp_path / "run")
     run = tmp_path / "run"
     assert len((run / "pairs" / "preferences.jsonl").read_text().splitlines()) > 40
     margins, accuracies = (values(run / "checkpoints" / "metrics.jsonl", f"train/reward_{x}") for x in METRICS)

@@ -1,20 +1,16 @@
 """Recipes that are whole runs: their files compose, and their small forms learn what their README says."""
 
 import json
-import os
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.lib.project import ROOT
+from tests.lib.recipe_runs import RECIPES, run_recipe
 from verl_ext.__main__ import main
 
-RECIPES = ROOT / "recipes"
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.yaml"))
 HUB = {"qwen3_0.6b_first_run": "chats", "dpo_after_sft": "sum_pairs"}  # takes the place of data of the Hub
 SMALL = "num_hidden_layers: 1, hidden_size: 64, num_attention_heads: 8, head_dim: 8"
@@ -85,19 +81,6 @@ def test_a_list_shows_where_to_begin_and_a_copy_has_what_its_scripts_need(tmp_pa
     assert main(["recipes", "longalign", f"to={tmp_path}"]) == 2
 
 
-def small_form(name: str, folder: Path, *overrides: str) -> str:
-    """Run a recipe's small form in a folder; return its output."""
-    done = subprocess.run(
-        [RECIPES / name / "small.sh", folder, *overrides],
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=590,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
-
-
 def validation(run: Path, metric: str) -> list[float]:
     """Return a metric's values at validation, from before training to its end."""
     lines = (json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines())
@@ -107,7 +90,7 @@ def validation(run: Path, metric: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REACHED)
 def test_the_small_form_reaches_the_losses_of_its_readme(name, tmp_path):
-    printed = small_form(name, tmp_path / "run")
+    printed = run_recipe(f"{name}/small.sh", tmp_path / "run")
     for metric, bound in REACHED[name].items():
         first, *_, last = validation(tmp_path / "run" / "out", metric)
         assert last < bound < first, metric
@@ -118,7 +101,7 @@ def test_the_small_form_reaches_the_losses_of_its_readme(name, tmp_path):
 @pytest.mark.slow
 def test_preferences_are_learnt_from_pairs_and_from_labels_on_one_base(tmp_path):
     for loss in ("dpo", "kto"):
-        printed = small_form("dpo_after_sft", tmp_path / "run", f"loss={loss}")
+        printed = run_recipe("dpo_after_sft/small.sh", tmp_path / "run", f"loss={loss}")
         assert ("A base model" in printed) == (loss == "dpo")  # the second start keeps it
         for category in ("sums", "facts"):
             margins = validation(tmp_path / "run" / "out", f"{category}_reward_margin")
@@ -128,7 +111,7 @@ def test_preferences_are_learnt_from_pairs_and_from_labels_on_one_base(tmp_path)
 
 @pytest.mark.slow
 def test_a_tenth_of_general_chats_keeps_what_the_base_knew(tmp_path):
-    small_form("categories", tmp_path / "run")
+    run_recipe("categories/small.sh", tmp_path / "run")
     kept, lost = (validation(tmp_path / "run" / f"{name}_chats", "chats_loss") for name in ("with", "without"))
     assert kept[0] == lost[0]
     assert kept[-1] < 2 * kept[0] + 0.1

@@ -1,0 +1,43 @@
+"""Run a recipe's script with the packages of this Python."""
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.lib.project import ROOT
+
+RECIPES = ROOT / "recipes"
+
+
+def run_recipe(script: str, folder: Path, *overrides: str, seconds: float = 400) -> str:
+    """Run a script of recipes/ in a folder; return its output.
+
+    Processes of a run that takes longer end with what their threads were doing, which the failure shows.
+    """
+    folder.parent.mkdir(exist_ok=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    started = subprocess.Popen(
+        [RECIPES / script, folder, *overrides],
+        cwd=folder.parent,
+        env={**os.environ, "PATH": path, "PYTHONFAULTHANDLER": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, errors = started.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        for process in psutil.Process(started.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGABRT)
+        output, errors = started.communicate()
+        errors = "\n".join(line for line in errors.splitlines() if not line.startswith("Extension modules"))
+        pytest.fail(f"{script} took longer than {seconds} s: {output[-3000:]}{errors[-9000:]}")
+    assert started.returncode == 0, output[-2000:] + errors[-2000:]
+    return output
