@@ -19,7 +19,7 @@ HALF = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 50
 CUT_JSON = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n{"choices": [{'
 
 
-def ask_all(url, folder, records=("a",), messages=QUESTION, sampling=None, parse=None, tries=1, **options):
+def ask_all(url, folder, records=("a",), messages=QUESTION, sampling=None, parse=None, tries=1, schema=None, **options):
     """Return the answers and the client after asking for every record at once."""
 
     async def main():
@@ -27,7 +27,7 @@ def ask_all(url, folder, records=("a",), messages=QUESTION, sampling=None, parse
         with Store(folder / "answers.sqlite") as store:
             async with Client(EndpointOptions(**given), store) as client:
                 asked = (
-                    client.ask(record, "stage", messages, sampling or SamplingOptions(), parse, tries)
+                    client.ask(record, "stage", messages, sampling or SamplingOptions(), parse, tries, schema=schema)
                     for record in records
                 )
                 return await asyncio.gather(*asked), client
@@ -214,3 +214,25 @@ def test_tokens_are_added_up(tmp_path):
     with chat_server(lambda _: json.loads(json.dumps(body))) as server:
         _, client = ask_all(server.url, tmp_path, ["a", "b"])
     assert client.usage.as_tuple() == (200, 120, 14)
+
+
+def test_json_is_asked_for_by_a_schema_until_the_server_refuses_one(tmp_path):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    refusal = (400, {"error": {"message": "response_format of type json_schema is not supported"}})
+
+    def asked(name, takes, **options):
+        def reply(request):
+            return '{"n": 7}' if takes or "response_format" not in request else refusal
+
+        (tmp_path / name).mkdir(exist_ok=True)
+        with chat_server(reply) as server:
+            given = {"records": ("a", "b"), "concurrency": 1, "parse": json.loads, "schema": schema, **options}
+            answers, _ = ask_all(server.url, tmp_path / name, **given)
+        assert [answer.parsed for answer in answers] == [{"n": 7}] * 2
+        return [request.get("response_format") for request in server.requests]
+
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    assert asked("takes", True) == [form, form]
+    assert asked("refuses", False) == [form, None, None]
+    assert asked("refuses", True) == []  # an answer without the schema is the answer to the same question
+    assert asked("own", True, extra_body={"response_format": {"type": "text"}}) == [{"type": "text"}] * 2

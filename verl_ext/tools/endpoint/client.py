@@ -43,7 +43,7 @@ from verl_ext.tools.endpoint.store import Store
 BODIES_TRIED = 3  # most replies with status 200 that cannot be read, for example from a proxy
 POLL_SECONDS = 0.2  # between checks whether another process has got the answer to the same question
 CHARACTERS_PER_SECOND, TOKENS_PER_SECOND = 2_000, 10  # speeds of a slow server, for the time-out of prompt and answer
-# Error messages about a prompt that exceeds the context, about moderation, and about a field that is not supported.
+# Error messages about a prompt that exceeds the context, moderation, a JSON schema, and a field that is not supported.
 _TOO_LONG = re.compile(
     r"context.{0,12}(length|window|size|limit)|max\w*.{0,30}(tokens|length)|too (long|many tokens)|exceed.{0,40}token",
     re.IGNORECASE | re.DOTALL,
@@ -52,6 +52,7 @@ _MODERATED = re.compile(
     r"content.?(filter|policy|management|moderation|risk)|moderat|data_?inspection|safety|flagged|sensitive",
     re.IGNORECASE,
 )
+_BAD_SCHEMA = re.compile(r"status (400|422):.*(response_?format|schema|structured|guided|grammar)", re.IGNORECASE)
 _BAD_FIELD = re.compile(r"unsupported|not supported|unknown|unrecognized|invalid.{0,20}param", re.IGNORECASE)
 
 Messages = Sequence[Mapping[str, Any]]
@@ -131,6 +132,7 @@ class Client:
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.usage_of: dict[str, Usage] = {}
         self.without_usage = 0  # answers for which the server reported no token counts
+        self.takes_schemas = True  # until the server refuses one
         self._failures = 0  # consecutive failed requests
         self.models: list[str] | None = None  # the models that the server lists; None if it has no list
         self._slots = asyncio.Semaphore(options.concurrency)
@@ -161,6 +163,7 @@ class Client:
         tries: int = 1,
         tools: Sequence[Mapping[str, Any]] = (),
         extra_body: Mapping[str, Any] | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Return the model's answer to `messages`, stored or new.
 
@@ -176,6 +179,8 @@ class Client:
             tries: the most requests until an answer can be parsed, each with another seed.
             tools: the functions that the model may call.
             extra_body: further fields of this request, beside those of the options; mappings are joined.
+            schema: of the JSON that the messages ask for; a server that takes it can give no other answer. It has no
+                part in the answer's key.
         """
         request: dict[str, Any] = {"model": self.options.model, "messages": [dict(message) for message in messages]}
         if tools:
@@ -189,7 +194,7 @@ class Client:
         create = self._api.chat.completions.with_raw_response.create
         # Ask again, with another seed, only for an answer that the model gave and that does not have the form.
         for attempt in range(tries):
-            answer = await self._sample(record, stage, attempt, create, request, characters, sampling)
+            answer = await self._sample(record, stage, attempt, create, request, characters, sampling, schema)
             if answer.is_done and parse is not None:
                 try:
                     answer = replace(answer, parsed=parse(answer.text))
@@ -209,6 +214,7 @@ class Client:
         prompt: Mapping[str, Any],
         characters: int,
         sampling: SamplingOptions,
+        schema: Mapping[str, Any] | None,
     ) -> Answer:
         """Return the answer to a request, with `sampling`'s fields added."""
         # The seed follows from the question, so that the same run asks the same again.
@@ -222,7 +228,14 @@ class Client:
         seconds = characters / CHARACTERS_PER_SECOND + (sampling.max_tokens or 0) / TOKENS_PER_SECOND
 
         async def send() -> Answer:
-            answer = await self._request(create, request, seconds, answer_from_completion)
+            answer = None
+            if schema is not None and self.takes_schemas and "response_format" not in request.get("extra_body", {}):
+                form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+                formed = {**request, "response_format": form}
+                answer = await self._request(create, formed, seconds, answer_from_completion)
+                self.takes_schemas = answer.outcome != FAILED or not _BAD_SCHEMA.match(answer.reason)
+            if answer is None or not self.takes_schemas:
+                answer = await self._request(create, request, seconds, answer_from_completion)
             return replace(answer, seed=seed)
 
         return await self._ask_once(fingerprint([record, stage, attempt, request]), record, stage, send)

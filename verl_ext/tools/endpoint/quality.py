@@ -4,10 +4,18 @@ import json
 import re
 from collections.abc import Mapping
 from importlib import resources
+from typing import Any
 
 from verl_ext.tools.endpoint.answer import Unparsable
 
 DIMENSIONS = ("Relevance", "Accuracy", "Coherence", "Clarity", "Breadth and Depth", "Reading Experience")
+# The JSON that the prompt asks for, analysis first.
+QUALITY_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"Analysis": {"type": "string"}, **{name: {"type": "integer"} for name in DIMENSIONS}},
+    "required": ["Analysis", *DIMENSIONS],
+    "additionalProperties": False,
+}
 
 
 def quality_prompt() -> str:

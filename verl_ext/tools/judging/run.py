@@ -79,8 +79,9 @@ async def judge_model(
                 questions = task.questions(case, text) if judge is not None else []
                 parsed = [task.worst] * len(questions)
                 if judge is not None and text:  # no judge need read an empty answer
+                    rule: Any = {"parse": task.verdict, "tries": TRIES, "schema": task.verdict_schema}
                     asked = (
-                        judge.ask(case.name, f"judge/{number}", question, task.judge_sampling, task.verdict, TRIES)
+                        judge.ask(case.name, f"judge/{number}", question, task.judge_sampling, **rule)
                         for number, question in enumerate(questions)
                     )
                     verdicts = list(await asyncio.gather(*asked))

@@ -47,6 +47,7 @@ class Task:
         judge_sampling: how the judge draws its verdicts, as published.
         asks_judge: whether a judge reads answers; else a rule scores them.
         worst: the verdict on an empty answer, which no judge is asked about.
+        verdict_schema: of the JSON that the judge's prompt asks for; None: the prompt asks for words.
         needs_judge: whether there are no scores without a judge.
         headlines: the scores that a page draws by group, if the answers have them.
         heat_map: two kinds of groups and the score of a heat map as (columns, rows, score); None for no heat map.
@@ -57,6 +58,7 @@ class Task:
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=1024)
     asks_judge: ClassVar[bool] = False
     worst: ClassVar[Any] = None
+    verdict_schema: ClassVar[Mapping[str, Any] | None] = None
     needs_judge: ClassVar[bool] = False
     headlines: ClassVar[tuple[str, ...]] = ()
     heat_map: ClassVar[tuple[str, str, str] | None] = None

@@ -3,12 +3,12 @@
 Source: LongWriter (arXiv 2408.07055) and evaluation/ in its repository, whose rules apply here with all their quirks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from verl_ext.options import DataError, must
 from verl_ext.tools.endpoint.client import SamplingOptions
-from verl_ext.tools.endpoint.quality import DIMENSIONS, quality_prompt, quality_score, read_quality
+from verl_ext.tools.endpoint.quality import DIMENSIONS, QUALITY_SCHEMA, quality_prompt, quality_score, read_quality
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows
 from verl_ext.tools.word_count import count_words, language_of, length_score
 
@@ -23,6 +23,7 @@ class LongBenchWrite(Task):
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.5, max_tokens=1024)
     asks_judge: ClassVar[bool] = True
     worst: ClassVar[Any] = dict.fromkeys(DIMENSIONS, 1.0)
+    verdict_schema: ClassVar[Mapping[str, Any] | None] = QUALITY_SCHEMA
     headlines: ClassVar[tuple[str, ...]] = ("S_bar", "S_l", "S_q")
 
     def cases(self) -> Iterator[Case]:

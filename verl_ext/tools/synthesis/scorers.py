@@ -19,6 +19,7 @@ from verl_ext.tools.endpoint.answer import DONE, TOO_LONG, UNPARSABLE, Answer
 from verl_ext.tools.endpoint.client import Client, EndpointOptions, SamplingOptions
 from verl_ext.tools.endpoint.quality import (
     DIMENSIONS,
+    QUALITY_SCHEMA,
     filled_names,
     quality_prompt,
     quality_score,
@@ -147,9 +148,9 @@ class Scorer:
         assert self._client is not None, "it is open"
         if self.options.kind == "judge":
             content = prompts[language_of(question)].filled("judge", question=question, answer=answer)
-            return await self._asked(name, content, read_rating)
+            return await self._asked(name, content, read_rating, None)
         content = filled_names(quality_prompt(), {"$INST$": question, "$RESPONSE$": answer})
-        found = await self._asked(name, content, read_quality)
+        found = await self._asked(name, content, read_quality, QUALITY_SCHEMA)
         if not found.is_done:
             return found
         parts = {"S_q": sum(quality_score(found.parsed[each]) for each in DIMENSIONS) / len(DIMENSIONS)}
@@ -159,10 +160,10 @@ class Scorer:
             self.means.setdefault(part, []).append(value)
         return Answer(DONE, parsed=sum(parts.values()) / len(parts))
 
-    async def _asked(self, name: str, content: str, parse: Any) -> Answer:
+    async def _asked(self, name: str, content: str, parse: Any, schema: Any) -> Answer:
         assert self._client is not None, "it is open"
         message = {"role": "user", "content": content}
-        return await self._client.ask(name, "score", [message], _SAMPLING, parse, self.tries)
+        return await self._client.ask(name, "score", [message], _SAMPLING, parse, self.tries, schema=schema)
 
     def _by_function(self, messages: Sequence[Mapping[str, str]], answer: str) -> float:
         """Return the user's score; raise DataError for anything but a finite number."""
