@@ -231,6 +231,7 @@ class Checkpoints:
         partial = _partial(folder)
         with self._removed_on_failure(folder):
             snapshot.write(self._group)
+            # Each rank tells what it wrote, so that rank 0 notices files that a shared folder does not show it.
             own: dict[str, layout.FileFacts] = {}
             with errors_shared(self._group):
                 own = layout.files_of_rank(partial, dist.get_rank())
@@ -248,6 +249,7 @@ class Checkpoints:
                         hooks=hooks,
                         files=files,
                     ).write(partial)
+                    # The rename comes after everything is on the disk: a folder of this name is whole.
                     for path in (partial / layout.MANIFEST, *filter(Path.is_dir, partial.rglob("*")), partial):
                         sync(path)
                     if folder.exists():
