@@ -4,6 +4,7 @@ On several nodes, torchrun starts the training: `torchrun … -m verl_ext.fsdp_s
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,10 +24,7 @@ GROUPS = {
         "tokenize": ("verl_ext.commands.tokenize", "chats and texts to a tokenized dataset with targets"),
         "index": ("verl_ext.commands.index", "texts to Megatron's .bin and .idx, for data=multidoc"),
         "show": ("verl_ext.tools.show.command", "an audit of data, any document or pack, the curves of runs"),
-        "synthesize": (
-            "verl_ext.tools.synthesis.command",
-            "documents and instructions to long chats, by a model",
-        ),
+        "synthesize": ("verl_ext.tools.synthesis.command", "documents and instructions to long chats, by a model"),
         "babilong": ("verl_ext.tools.babilong.command", "BABILong samples of any length"),
     },
     "after": {
@@ -36,10 +34,7 @@ GROUPS = {
         "grid": ("verl_ext.tools.judging.grid", "models that were judged once for each seed, in one table"),
     },
     "more": {
-        "migrate": (
-            "verl_ext.tools.migrate.command",
-            "a run of axolotl, LLaMA-Factory, ms-swift, TRL or verl as ours",
-        ),
+        "migrate": ("verl_ext.tools.migrate.command", "a run of axolotl, LLaMA-Factory, ms-swift, TRL or verl as ours"),
         "init-model": ("verl_ext.tools.init_model.command", "a model with random weights, and its tokenizer"),
         "preflight": ("verl_ext.commands.preflight", "whether the nodes of a run reach node 0 with the same packages"),
         "env": ("verl_ext.commands.env", "versions, GPUs and settings, for a bug report"),
@@ -54,9 +49,19 @@ SLOW = ("train", "plan")  # to import: seconds, before which a line is printed
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code.
 
-    0: done; 1: unusable data; 2: a mistake on the command line; 130: interrupted. Training adds the codes of its ranks.
+    0: done; 1: unusable data; 2: a mistake on the command line; 130: interrupted; 141: nobody reads the output, as
+    behind `| head`. Training adds the codes of its ranks.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 141
+
+
+def _run(arguments: Sequence[str]) -> int:
     name, *rest = arguments or ["--help"]
     if name in COMMANDS:
         if name in SLOW and rest and not {"-h", "--help"} & set(rest):

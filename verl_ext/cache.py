@@ -31,10 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 def fingerprint(*facts: Any, digits: int = 32) -> str:
-    """Return the first hex `digits` of the SHA-256 of facts.
-
-    facts: texts, buffers, JSON values, and iterators of these.
-    """
+    """Return the first hex `digits` of the SHA-256 of texts, buffers, JSON values, and iterators of these."""
     digest = hashlib.sha256()
     for fact in chain.from_iterable(fact if isinstance(fact, Iterator) else (fact,) for fact in facts):
         text = json.dumps(fact) if isinstance(fact, (list, tuple, dict)) else fact

@@ -60,7 +60,11 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
             if not equals:
                 following = words[number + 1 : number + 2]
                 value = following[0] if following and "=" not in following[0] else "VALUE"
-            raise ValueError(f"an override is written key=value; got {word}: write {name.lstrip('-')}={value}")
+            is_file = value.endswith((".yaml", ".yml"))
+            better = (
+                f"{value} first, before the overrides" if is_file else f"{name.lstrip('-').replace('-', '_')}={value}"
+            )
+            raise ValueError(f"an override is written key=value; got {word}: write {better}")
         (flags if takes_next or word.startswith("-") else others).append(word)
         takes_next = not takes_next and word in _VALUED_FLAGS
     return flags, others

@@ -49,10 +49,7 @@ def progress_bar(description: str, total: int | None, **options: Any) -> tqdm:
 
 
 def terminal_bar(description: str, visible: bool, over: Iterable[Any] | None = None, **options: Any) -> tqdm:
-    """Return a delayed bar for a terminal; logs have none.
-
-    visible: whether this rank may show it, as rank 0 of a run does.
-    """
+    """Return a delayed bar for a terminal; logs and ranks where it is not `visible` have none."""
     hidden = None if visible else True  # None: unless stderr is a terminal
     return tqdm(over, desc=description, disable=hidden, **{"delay": 3, "mininterval": 0.2, **options})
 

@@ -12,10 +12,7 @@ _WIDE = 1 << 16  # columns of a text, whose lines are never wrapped
 
 
 def plain_table(*columns: str, left: int | Collection[str] = 1) -> Table:
-    """Return an empty table; `left` names or counts columns of words.
-
-    The other columns are of numbers.
-    """
+    """Return an empty table of numbers, except for the columns of words that `left` names or counts."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(columns):
         is_words = number < left if isinstance(left, int) else name in left

@@ -79,7 +79,8 @@ def test_the_help_of_train_shows_the_keys_that_are_used_most_and_those_of_a_topi
 
 def test_the_table_knows_the_keys_and_choices_that_the_configuration_has():
     for group in schema.groups():
-        assert key_table.choices(group) == sorted({*schema.options(group)})
+        runs = {file.parent.name for file in (key_table.conf_folder() / group).glob("*/run.yaml")}
+        assert key_table.choices(group) == sorted({*schema.options(group)} | runs)
     for row in key_table.keys_of("train"):
         if not row.key.startswith(key_table.OF_TRAIN) and row.key != "data.cache_dir":
             assert schema.is_known(row.key) or row.key in schema.groups(), row.key
@@ -88,6 +89,10 @@ def test_the_table_knows_the_keys_and_choices_that_the_configuration_has():
 MISTAKES = [
     (["train", *DATA, "optim.lrr=1"], ("optim.lrr", "nearest: optim.lr")),
     (["train", *DATA], ("optim.lr", None)),
+    (["train", *DATA, "optim.lr=null"], ("optim.lr", None)),
+    (["train", *DATA, "optim={lr: fast}"], ("optim.lr", "number", "fast")),
+    (["train", *DATA, "optim.lr=1", "loss.mode=sum"], ("loss.mode", "sequence", "sum")),
+    (["train", *DATA, "--config", "run.yaml"], ("--config", "run.yaml first")),
     (["train", *DATA, "recipe=quikstart"], ("recipe=quikstart", "nearest: quickstart")),
     (["train", *DATA, "optim.lr=1", "turns=last"], ("turns", "data.sources", "turns=last")),
     (["train", *DATA, "optim.lr=1", "trainer.early_stop=[1]"], ("trainer.early_stop", "[1]")),

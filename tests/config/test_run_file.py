@@ -267,11 +267,21 @@ def test_a_value_is_what_hydra_reads_in_a_configuration(file, word):
     assert found["model.override_config"] == {"1e3": 1, "007": 2}
 
 
+def test_a_recipe_that_is_a_whole_run_is_a_base_whose_paths_start_at_the_file(file):
+    file.write_text("recipe: qwen3_8b_sft\ndata.sources: {own: own.jsonl}\noptim.lr: 2e-5\n")
+    for found in (values(expanded([str(file)])), values(trainer_words([str(file)]))):
+        sources = {key: value for key, value in found.items() if key.startswith("data.sources")}
+        assert sources == {"data.sources.own": f"{file.parent}/own.jsonl"}
+        assert (found["optim.lr"], found["trainer.default_local_dir"]) == (2e-5, f"{file.parent}/out")
+    assert "nproc=8" in expanded(["recipe=qwen3_8b_sft"])
+
+
 MISTAKES = {
     "a tab": ("nproc: 2\n\tdata: 1\n", ["run.yaml:2", "YAML"]),
     "a key twice": ("nproc: 2\nnproc: 3\n", ["run.yaml:2", "nproc"]),
     "a nested and a dotted key": ("optim: {lr: 1}\noptim.lr: 2\n", ["optim.lr", "nested", "dotted"]),
     "a list for a node": ("optim: [1, 2]\n", ["optim", "[1, 2]"]),
+    "nothing for a node": ("optim:\n", ["optim", None]),
     "a list": ("- a\n- b\n", ["run.yaml", "keys"]),
     "two recipes": ("recipe: quickstart\ndefaults: [recipe: gsm8k_code]\n", ["recipe", "once"]),
     "a choice twice": ("loss: sqrt\ndefaults: [loss: sequence]\n", ["loss", "once"]),

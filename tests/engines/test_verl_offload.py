@@ -17,10 +17,7 @@ OFFLOAD = ("engine.param_offload=true", "engine.optimizer_offload=true")
 
 
 def watched(overrides: list[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Return each use of weights or optimizer state with their place at that time, and the final places.
-
-    verl is told that the device is no CPU, so that it distinguishes loading from offloading.
-    """
+    """Return each use of weights or optimizer state with their place, and the final places; verl takes the CPU for a GPU."""
     from verl.workers.engine import base
     from verl.workers.engine.fsdp import transformer_impl as verl
 

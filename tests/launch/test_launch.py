@@ -31,7 +31,6 @@ OVERRIDES = [
 ]
 FOUR = {"NNODES": "4", "NODE_RANK": "3", "NPROC_PER_NODE": "8", "MASTER_ADDR": "host0", "MASTER_PORT": "6000"}
 OF_FOUR = ["--nnodes=4", "--node_rank=3", "--master_addr=host0", "--master_port=6000", "--nproc_per_node=8"]
-TORCHRUNS = [f"PET_{name}" for name in FOUR]
 THE_SEEDS = ["nnodes", "NODE_RANK", "nproc_per_node", "master_ip", "master_port"]
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0", "LOCAL_ADDR": "10.0.0.1"}
 OF_TWO = [

@@ -3,9 +3,7 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from verl_ext.tools.babilong.samples import (
-    filler_sentences,
-)
+from verl_ext.tools.babilong.samples import filler_sentences
 
 CORPUS = [*filler_sentences(150), "Mary went back to the kitchen. John took the apple there. The office is south."]
 

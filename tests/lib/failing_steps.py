@@ -5,9 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from tests.lib.training import (
-    into,
-)
+from tests.lib.training import into
 
 
 def poison_of(tiny_model: Path, folder: Path, token: int) -> Path:

@@ -64,13 +64,7 @@ class Measured:
     clipped: dict[str, torch.Tensor]
 
 
-def train_step(
-    engine: Any,
-    packs: Sequence[Pack],
-    collate: StepCollator,
-    accumulation: int,
-    head: str,
-) -> Measured:
+def train_step(engine: Any, packs: Sequence[Pack], collate: StepCollator, accumulation: int, head: str) -> Measured:
     """Take a step over the packs on the trainer's own path: collator, micro-batches, loss, engine, reduction."""
     ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
     mine = StepPlan(len(packs), len(packs), seed=0, shuffle=False).rank_packs(0, *ranks)

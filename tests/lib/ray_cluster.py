@@ -1,7 +1,4 @@
-"""A Ray cluster of one or two nodes on this machine, and the ranks of a run on them.
-
-Each node is a raylet with CPUs of its own; both have this machine's address.
-"""
+"""A Ray cluster of one or two nodes on this machine, raylets with CPUs of their own, and the ranks of a run on them."""
 
 import os
 import shutil

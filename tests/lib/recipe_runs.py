@@ -16,20 +16,12 @@ RECIPES = ROOT / "recipes"
 
 
 def run_recipe(script: str, folder: Path, *overrides: str, seconds: float = 400) -> str:
-    """Run a script of recipes/ in a folder; return its output.
-
-    Processes of a run that takes longer end with what their threads were doing, which the failure shows.
-    """
+    """Run a script of recipes/ in a folder; return its output, or fail with what the threads of a slow run were doing."""
     folder.parent.mkdir(exist_ok=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    started = subprocess.Popen(
-        [RECIPES / script, folder, *overrides],
-        cwd=folder.parent,
-        env={**os.environ, "PATH": path, "PYTHONFAULTHANDLER": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    given = {"cwd": folder.parent, "env": {**os.environ, "PATH": path, "PYTHONFAULTHANDLER": "1"}, "text": True}
+    command = [RECIPES / script, folder, *overrides]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **given)
     try:
         output, errors = started.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

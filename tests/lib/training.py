@@ -111,10 +111,7 @@ def heard(function: Callable[..., Any], *arguments: Any) -> str:
 
 
 def refusals(overrides: Sequence[str], changes: Sequence[Sequence[str]]) -> list[str]:
-    """Return this rank's errors of :func:`settle` for a run under each change, one after the other; "" for none.
-
-    Outside of ranks this process is the only one.
-    """
+    """Return this rank's errors of :func:`settle` for a run under each change, one after the other; "" for none."""
     told = []
     with contextlib.ExitStack() as stack:
         if not dist.is_initialized():

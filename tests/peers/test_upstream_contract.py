@@ -1,7 +1,4 @@
-"""The names in verl, transformers and torch on which this package relies, so that an upgrade names every change.
-
-Each line is a name and the used parameters; tests elsewhere cover their behaviour.
-"""
+"""The names in verl, transformers and torch on which this package relies, with the parameters that it uses."""
 
 import ast
 import importlib

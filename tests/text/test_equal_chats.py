@@ -35,10 +35,7 @@ OWN_SYNTAX = HEADERS.replace(
     "{{ k }}:{{ v | tojson }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% else %}{{ c.function.arguments }}"
     "{% endif %}",
 )
-TEMPLATES = chat_templates.TEMPLATES | {
-    "OWN_SYNTAX": OWN_SYNTAX,
-    "DATED": "{{ strftime_now('%d %b %Y') }}" + CHATML,
-}
+TEMPLATES = chat_templates.TEMPLATES | {"OWN_SYNTAX": OWN_SYNTAX, "DATED": "{{ strftime_now('%d %b %Y') }}" + CHATML}
 
 Message = dict[str, Any]
 WORDS = ["", " ", "\n", "\n ", "a", "the cat", " cat\n", "b", "<think>\nhm\n</think>\n\nb", "</think>", "{'n': True}"]

@@ -217,22 +217,18 @@ def test_tokens_are_added_up(tmp_path):
 
 
 def test_json_is_asked_for_by_a_schema_until_the_server_refuses_one(tmp_path):
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schema, own = {"type": "object", "properties": {"n": {"type": "integer"}}}, {"type": "text"}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
     refusal = (400, {"error": {"message": "response_format of type json_schema is not supported"}})
-
-    def asked(name, takes, **options):
-        def reply(request):
-            return '{"n": 7}' if takes or "response_format" not in request else refusal
-
+    for name, reply, forms, options in (
+        ("takes", in_turn('{"n": 7}'), [form, form], {}),
+        ("refuses", in_turn(refusal, '{"n": 7}'), [form, None, None], {}),
+        ("refuses", in_turn(refusal), [], {}),  # the answer without the schema is one to the same question
+        ("own", in_turn('{"n": 7}'), [own, own], {"extra_body": {"response_format": own}}),
+    ):
         (tmp_path / name).mkdir(exist_ok=True)
         with chat_server(reply) as server:
-            given = {"records": ("a", "b"), "concurrency": 1, "parse": json.loads, "schema": schema, **options}
-            answers, _ = ask_all(server.url, tmp_path / name, **given)
+            given = {"parse": json.loads, "schema": schema, "concurrency": 1, **options}
+            answers, _ = ask_all(server.url, tmp_path / name, ("a", "b"), **given)
         assert [answer.parsed for answer in answers] == [{"n": 7}] * 2
-        return [request.get("response_format") for request in server.requests]
-
-    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
-    assert asked("takes", True) == [form, form]
-    assert asked("refuses", False) == [form, None, None]
-    assert asked("refuses", True) == []  # an answer without the schema is the answer to the same question
-    assert asked("own", True, extra_body={"response_format": {"type": "text"}}) == [{"type": "text"}] * 2
+        assert [request.get("response_format") for request in server.requests] == forms

@@ -69,10 +69,7 @@ def _write(folder, model, titans):
 
 
 def _measure_twice(options):
-    """Return the metrics of the model's own answers, and of true answers followed by the row's first two tokens.
-
-    In one row these tokens include the end token, which ends the answer there.
-    """
+    """Return the metrics of the model's own answers, and of true ones with two more tokens, of which one may be the end."""
     trainer = build(options)
     own = trainer.validate()
 

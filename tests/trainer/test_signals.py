@@ -227,10 +227,7 @@ def test_the_launcher_passes_requests_on_past_torchrun_and_says_whether_to_run_a
 
 @contextlib.contextmanager
 def node(folder: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """Start launch/node.sh of the second of two nodes for the block; yield it and the process that it waits for.
-
-    Node 0 never comes.
-    """
+    """Start launch/node.sh of a second node, whose node 0 never comes; yield it and the process that it waits for."""
     port = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "NPROC_PER_NODE": "1"}
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": str(folder)}
     command = [str(LAUNCH / "node.sh"), "data.train_dir=nowhere", "optim.lr=1"]

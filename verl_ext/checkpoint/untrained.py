@@ -77,11 +77,7 @@ class Untrained:
         write_json(folder / UNTRAINED, asdict(self))
 
     def copy(
-        self,
-        folder: Path,
-        sources: Iterable[str] = (),
-        dtype: torch.dtype | None = None,
-        shard_bytes: int = 5 * 10**9,
+        self, folder: Path, sources: Iterable[str] = (), dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9
     ) -> None:
         """Copy the tensors into further shards of an export, and print a line that says so or warns.
 

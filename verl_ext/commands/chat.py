@@ -54,8 +54,12 @@ class ChatCommandOptions(Options):
         if not folder.is_dir():
             if folder.exists() or folder.is_absolute() or self.path.startswith((".", "~")) or self.path.count("/") != 1:
                 yield must("path", "be a folder with a model, or a name of the Hub", self.path)
-        elif not any((folder / name).is_file() for name in ("config.json", _ADAPTER)) and _checkpoint(folder) is None:
+        elif _checkpoint(folder) is not None:
+            return
+        elif not any((folder / name).is_file() for name in ("config.json", _ADAPTER)):
             yield f"path must hold a checkpoint (global_step_N), a config.json or an {_ADAPTER}; {self.path} has none"
+        elif not any(path.suffix in (".safetensors", ".bin") for path in folder.iterdir()):
+            yield f"path must hold weights beside its config (*.safetensors or *.bin); {self.path} has none"
 
 
 class ChatModel:
@@ -207,15 +211,21 @@ def chat(options: ChatCommandOptions) -> str:
 
 
 def _turns() -> Iterator[str]:
-    """Yield the lines that the user writes, until Ctrl-D or Ctrl-C at the prompt."""
+    """Yield the lines that the user writes, until Ctrl-D; Ctrl-C drops the line at a terminal."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401  (edits and recalls lines)
 
         print(f"Ctrl-C ends an answer, {_NEW} starts again, Ctrl-D leaves.")
-    with suppress(EOFError, KeyboardInterrupt):
-        while True:
+    while True:
+        try:
             yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            print()
 
 
 def _checkpoint(folder: Path) -> Path | None:

@@ -16,6 +16,7 @@ Below a field annotated `dict` or `Any`, the user may choose any keys, such as s
 """
 
 import inspect
+import logging
 import re
 import shutil
 import signal
@@ -150,6 +151,7 @@ def command(
         if (needs_words and not arguments) or {"-h", "--help"} & set(arguments):
             return print_help(partial(help_text, name, options_class, example), arguments)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up like Ctrl-C.
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it: it warns of a kernel it lacks
         if first is not None and arguments and not re.search(r"^-|=", arguments[0]):
             word, *others = arguments
             arguments = [first(word) if callable(first) else f"{first}={quoted(word)}", *others]
@@ -161,14 +163,15 @@ def command(
                     leave_out_torch(model)
                 if model.trust_remote_code:
                     print(f"note: {TRUSTED}", file=sys.stderr)
-            if text := run(options):
-                print(text)
+            text = run(options)
         except (UsageError, DataError, OSError) as error:
             print(f"error: {redacted_text(str(error))}", file=sys.stderr)
             return 2 if isinstance(error, UsageError) else 1
         except KeyboardInterrupt:
             print("error: interrupted; nothing was written", file=sys.stderr)
             return 130
+        if text:
+            print(text)
         return 0
 
     return main
@@ -271,7 +274,8 @@ def _keys_of_trainer(name: str, own: Sequence[key_table.KeyRow] = ()) -> list[ke
     if name not in ("train", "plan", "launch"):
         return []
     more = [*key_table.keys_of("train"), *(key_table.keys_of("tokenize") if name == "train" else ())]
-    return [row for row in more if row not in own]
+    unread = key_table.OF_TRAIN if name == "launch" else ()
+    return [row for row in more if row not in own and not row.key.startswith(unread)]
 
 
 def key_of(key: str, field: Option, of: str = "") -> key_table.KeyRow:

@@ -4,10 +4,10 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from verl_ext.commands.command_line import command
+from verl_ext.config.key_table import conf_folder
 from verl_ext.options import Options, UsageError, choice_problem, must, option
 
 _LINE = 120  # letters of a purpose from which the list has its first clause alone
@@ -40,7 +40,7 @@ class RecipesOptions(Options):
 
 def recipes(options: RecipesOptions) -> str:
     """Return the list or a recipe's text, or copy it."""
-    root = _root()
+    root = conf_folder() / "recipe"
     files = [*root.glob("*/*.yaml"), *root.glob("papers/*/*.yaml")]
     folders = {path.parent.name: path.parent for path in files}
     if options.name is None:
@@ -65,14 +65,6 @@ def recipes(options: RecipesOptions) -> str:
         if not (place / script.name).exists():
             shutil.copy(script, place)
     return f"copied to {copy}"
-
-
-def _root() -> Path:
-    """Return the folder of the recipes; importing the package of the configuration would take seconds."""
-    spec = find_spec("verl_ext.conf")
-    assert spec is not None, "it comes with this package"
-    assert spec.submodule_search_locations, "it is a package"
-    return Path(spec.submodule_search_locations[0], "recipe")
 
 
 def _shared_scripts(root: Path, folder: Path) -> set[Path]:

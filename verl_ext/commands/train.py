@@ -59,10 +59,11 @@ class SourceKeys(Options):
 class TrainOptions(Options):
     """Train a model from raw files on this machine.
 
-    The files are tokenized, then torchrun trains. Besides the keys below, the command takes the options of `verl-ext
-    tokenize` by their names (turns=last, sample=1000) and the overrides of the trainer; both use model.path. The same
-    files, tokenizer and options are tokenized only once. After Ctrl-C or SIGTERM the ranks save, and the same command
-    goes on. Options of verl's own SFT trainers are read too (docs/guides/verl/commands.md).
+    The files are tokenized, then torchrun trains. FILE.yaml holds the keys of a run, nested or dotted; keys on the line
+    win, and dry_run=true only checks them. Besides the keys below, the command takes the options of `verl-ext tokenize`
+    by their names (turns=last, sample=1000) and the overrides of the trainer; both use model.path. The same files,
+    tokenizer and options are tokenized only once. After Ctrl-C or SIGTERM the ranks save, and the same command goes on.
+    Options of verl's own SFT trainers are read too (docs/guides/verl/commands.md).
     """
 
     data: SourceKeys = option(SourceKeys, "data to tokenize")
@@ -291,6 +292,6 @@ main = command(
     "train",
     TrainOptions,
     tokenize_and_train,
-    example="'data.sources={gsm8k:train.jsonl,code:code.json}' model.path=MODEL [nproc=N] [key=value …]",
+    example="[FILE.yaml] 'data.sources={gsm8k:train.jsonl,code:code.json}' model.path=MODEL [nproc=N] [key=value …]",
     read=list,
 )

@@ -154,10 +154,7 @@ def _setting_problems(settings: Mapping[str, Any], adapter: str | None, targets:
 
 
 def _name_problems(model: Architecture, lora: Any, key: str) -> Iterator[str]:
-    """Yield a line for the first name that the text model lacks.
-
-    PEFT passes over such a name, so that a typo would train less.
-    """
+    """Yield a line for the first name that the text model lacks, over which PEFT passes in silence."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists as targets_module
 

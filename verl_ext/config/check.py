@@ -371,10 +371,7 @@ def _is_missing(path: str) -> bool:
 
 
 def read_hf_config(path: str, trusted: bool = False, key: str = "model.path") -> Any:
-    """Read the config of a folder or Hub name, or raise ValueError.
-
-    trusted: whether its code may run.
-    """
+    """Read the config of a folder or Hub name, whose code may run if `trusted`; or raise ValueError."""
     from transformers import AutoConfig
 
     register_architectures()

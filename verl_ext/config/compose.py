@@ -110,10 +110,7 @@ def _ranks(given: Sequence[Item]) -> list[str]:
 
 
 def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item | None, str | None]:
-    """Return the override for Hydra, and a notice about a needless plus.
-
-    The override is None if it is to be left out.
-    """
+    """Return the override for Hydra, None if it is left out, and a notice about a needless plus."""
     value = item.parsed()
     group = item.key.partition("@")[0]
     is_choice = group in schema.groups() and not isinstance(value, dict | list)

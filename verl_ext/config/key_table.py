@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from verl_ext.config import legacy
 from verl_ext.custom import names_own_class
-from verl_ext.options import UsageError, leaves, must, nearest_name, spell, unknown
+from verl_ext.options import UsageError, choice_problem, leaves, must, nearest_name, spell, unknown
 from verl_ext.overrides import Item, parsed_words, restored, split_flags
 
 TABLE = Path(__file__).with_name("key_table.json")
@@ -76,8 +76,12 @@ def choices(group: str) -> list[str]:
         return list(_table()["groups"][group])
     names = set()
     for root in (conf_folder() / group, conf_folder() / group / "papers"):
-        found = (file for file in root.glob("*/*.yaml") if not file.with_name("run.yaml").is_file())
-        names |= {file.relative_to(root).with_suffix("").as_posix().removesuffix("/config") for file in found}
+        files = root.glob("*/*.yaml")
+        found = (file for file in files if file.name == "run.yaml" or not file.with_name("run.yaml").is_file())
+        names |= {
+            file.relative_to(root).with_suffix("").as_posix().removesuffix("/config").removesuffix("/run")
+            for file in found
+        }
     return sorted(names)
 
 
@@ -101,8 +105,6 @@ def line_of_unknown(key: str, known: Iterable[str]) -> str:
 
 def unknown_choice(group: str, choice: str, available: Sequence[str]) -> str:
     """Return the error line for a choice that a group does not have."""
-    if group == "recipe" and (conf_folder() / group / choice / "run.yaml").is_file():
-        return must(group, "be options for a run", f"{choice}, a whole run: verl-ext recipes {choice}")
     close = nearest_name(choice, available)
     hint = f"nearest: {close}; " if close else ""
     return f"unknown choice {group}={choice}; {hint}available: {', '.join(available) or 'none'}"
@@ -136,13 +138,14 @@ def refuse_early(words: Sequence[str], trains: bool = True) -> None:
             if group in ("engine", "optim") and value in legacy.FOREIGN_ENGINES:
                 continue  # translated or refused with the reason later
             if group not in group_names() or isinstance(value, dict | list):
-                names = [name for name, _ in leaves({restored(item.key): value})]
-                problems += [_unknown(name, item) for name in names if not _is_known(name, has_own_class)]
-                problems += [line for name in names if value is not None and (line := _node_problem(name, value))]
+                pairs = list(leaves({restored(item.key): value}))
+                problems += [_unknown(name, item) for name, _ in pairs if not _is_known(name, has_own_class)]
+                problems += [line for pair in pairs if (line := _value_problem(*pair))]
+                problems += [line for name, _ in pairs if value is not None and (line := _node_problem(name, value))]
             elif not (value is None or item.prefix == "~" or has_own_config or spell(value) in choices(group)):
                 problems.append(unknown_choice(group, spell(value), choices(group)))
     is_measured = values.get("trainer.eval_only", "").lower() == "true"
-    has_rate = has_own_config or bool({"optim.lr", "optim", "recipe"} & values.keys())
+    has_rate = has_own_config or any(values.get(key, "null") != "null" for key in ("optim.lr", "optim", "recipe"))
     if trains and not (problems or is_measured or has_rate):
         problems.append(f"optim.lr is required: {meaning('optim.lr')}; got null")
     if problems:
@@ -158,6 +161,17 @@ def _unknown(name: str, item: Item) -> str:
     if name in (row.key for row in keys_of("tokenize")):
         return must(name, "stand beside data.sources, whose tokens it makes", f"{restored(str(item))} without them")
     return line_of_unknown(name, _known())
+
+
+def _value_problem(key: str, value: Any) -> str | None:
+    """Return a line for a text in the place of a number or of a choice."""
+    kinds = [row.values for row in keys_of(TRAINER) if row.key == key]
+    if not kinds or not isinstance(value, str) or "${" in value:
+        return None
+    if all(kind.startswith(("int", "float")) for kind in kinds):
+        return must(key, "be a number", value)
+    allowed = [choice for kind in kinds for choice in kind.split(" | ")]
+    return choice_problem(key, value, allowed) if all(" | " in kind for kind in kinds) else None
 
 
 def _node_problem(key: str, value: Any) -> str | None:

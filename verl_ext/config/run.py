@@ -40,10 +40,7 @@ _HANG_TIMEOUT = 1200
 
 @dataclass(frozen=True)
 class TrainerOptions(Options):
-    """The keys of the trainer node: verl's, from `device` on ours.
-
-    Frequencies are in steps.
-    """
+    """The keys of the trainer node: verl's, from `device` on ours. Frequencies are in steps."""
 
     prefix: ClassVar[str] = "trainer"
 

@@ -14,7 +14,7 @@ The file stands for the words of a command line. Words that follow it win.
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_ext.config.key_table import conf_folder
 from verl_ext.config.keys import paths
 from verl_ext.config.legacy import RENAMED
 from verl_ext.options import UsageError, first_line, leaves, must, spell
@@ -60,23 +61,30 @@ def is_run_file(word: str) -> bool:
 def expanded(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with a run's file, its first word, replaced by what it says.
 
-    A key that a later word has is left out, and so are the names below `data.sources` if a word gives the whole.
-
-    Raises:
-        UsageError: The file cannot be read or is not a run, in one line.
+    A key that a later word has is left out, and so are the names below `data.sources` if a word gives the whole. Raises
+    UsageError with one line.
     """
-    if not words or not is_run_file(words[0]):
+    if words and is_run_file(words[0]):
+        words = _with(words_of_file(Path(words[0])), words[1:])
+    return _with_recipe(words, Path.cwd())
+
+
+def _with_recipe(words: Sequence[str], folder: Path, seen: tuple[Path, ...] = ()) -> list[str]:
+    """Build on the recipe that the words choose, if it is a whole run; its paths start at a folder."""
+    chosen = next((word for word in words if word.startswith("recipe=")), "")
+    file = conf_folder() / chosen.replace("=", "/", 1) / "run.yaml"
+    if not chosen or not file.is_file():
         return list(words)
-    file, *later = words
-    return _with(words_of_file(Path(file)), later)
+    return _with(words_of_file(file, seen, folder), [word for word in words if word != chosen], is_run=True)
 
 
-def _with(words: Sequence[str], later: Sequence[str], replaced: Iterable[str] = ()) -> list[str]:
-    """Append later words, and drop the earlier ones whose keys they set or that are `replaced`.
+def _with(words: Sequence[str], later: Sequence[str], is_run: bool = False) -> list[str]:
+    """Append later words, and drop the earlier ones whose keys they set.
 
-    A tokenized folder (data.train_dir) takes the place of all that it would be made of.
+    A tokenized folder (data.train_dir) takes the place of all that it would be made of, and so do the sources of a run.
     """
-    keys = {word.partition("=")[0].lstrip("+~") for word in later if not word.startswith("-")} | {*replaced}
+    keys = {word.partition("=")[0].lstrip("+~") for word in later if not word.startswith("-")}
+    keys |= {key for key in DATA_PATHS if is_run and any(word.startswith(f"{key}.") for word in later)}
     keys |= {"data.sources", "data.val_sources", "data.val_share"} if "data.train_dir" in keys else set()
 
     # Hydra merges a dict into what is there; one value for all takes the place of a value for each name (sample=1.0).
@@ -92,9 +100,8 @@ def _with(words: Sequence[str], later: Sequence[str], replaced: Iterable[str] = 
 
 def trainer_words(words: Sequence[str]) -> list[str]:
     """Return the words of a trainer's command line, its run file replaced by what it says, except nproc."""
-    if not words or not is_run_file(words[0]):
-        return list(words)
-    return [word for word in expanded(words) if not word.startswith("nproc=")]
+    of_run = [word for word in expanded(words) if word not in words]
+    return [word for word in expanded(words) if word not in of_run or not word.startswith("nproc=")]
 
 
 def run_file(words: Sequence[str], ranks: int | None, folder: Path | None) -> str:
@@ -130,10 +137,10 @@ def run_file(words: Sequence[str], ranks: int | None, folder: Path | None) -> st
     return "# Starts this run again: verl-ext train run.yaml\n" + OmegaConf.to_yaml(OmegaConf.create(values))
 
 
-def words_of_file(file: Path, seen: tuple[Path, ...] = ()) -> list[str]:
+def words_of_file(file: Path, seen: tuple[Path, ...] = (), folder: Path | None = None) -> list[str]:
     """Return the overrides that a run's file stands for, with absolute paths.
 
-    seen: the files that build on this one. Raises UsageError.
+    seen: the files that build on this one. folder: where paths start; None: at the file's. Raises UsageError.
     """
     values = _read(file)
     for keys, whose in _FOREIGN:
@@ -151,20 +158,19 @@ def words_of_file(file: Path, seen: tuple[Path, ...] = ()) -> list[str]:
     if twice := next((name for name, _ in named if chosen.count(name) > 1), None):
         raise UsageError(must(f"{file}: {twice}", "be chosen once", "it more than once"))
     choices = [f"{name}={spell(choice)}" for name, choice in named]
-    folder = file.absolute().parent
+    folder = folder or file.absolute().parent
     try:
         options = dotted_options(values)
         placed = {key: _placed(key, value, folder, options) for key, value in options.items()}
         words = choices + override_words(placed, keeps_references=True)
     except ValueError as error:
         raise UsageError(f"{file}: {error}") from None
-    if run is None:
-        return words
     seen = (*seen, file.resolve())
-    if not isinstance(run, str) or (folder / run).resolve() in seen:
+    if run is None:
+        return _with_recipe(words, folder, seen)
+    if not isinstance(run, str) or (file.parent / run).resolve() in seen:
         raise UsageError(must(f"{file}: base", "name the YAML file of another run", run))
-    sources = {key for key in DATA_PATHS if any(word.startswith(f"{key}.") for word in words)}
-    return _with(words_of_file(folder / run, seen), words, sources)  # sources are those of one file
+    return _with(words_of_file(file.parent / run, seen), words, is_run=True)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -184,7 +190,7 @@ def _read(file: Path) -> dict[str, Any]:
         got = loaded or "nothing"
         raise UsageError(must(f"{file}", "map keys to values, such as 'nproc: 8'", got))
     for node in _NODES:
-        if isinstance(values.get(node), list):
+        if node in values and isinstance(values[node], list | None):
             raise UsageError(must(f"{file}: {node}", "map keys to values, or name a choice", values[node]))
     return values
 

@@ -147,10 +147,7 @@ def _trial(model: Architecture) -> str | None:
 
 
 def answering_problem(model: Architecture, prompts: Any) -> str | None:
-    """Return why a small model cannot answer prompts, or None.
-
-    None also if none can be built.
-    """
+    """Return why a small model cannot answer prompts; None if it can, or none can be built."""
     try:
         trial = trial_model(model.hf_config, model.cls or auto_class(model.hf_config))
     except Exception:  # small sizes do not suit the config

@@ -137,10 +137,7 @@ class _Command:
 
     @cached_property
     def batches_rows(self) -> bool:
-        """Whether a step is rows, as in verl, and not packs.
-
-        Both count data.train_batch_size.
-        """
+        """Whether data.train_batch_size counts rows, as in verl, and not packs."""
         reads = self.packed and not self.own_class and any(map(self._is_of_verls_data, self.by_key))
         return reads and not any(map(self.has, _OF_PACKS))
 
@@ -389,10 +386,7 @@ def _names(value: str) -> list[str]:
 
 
 def _category(files: str) -> str:
-    """Return a category for files: the folder's name, else the file's.
-
-    `data` if both hold variables.
-    """
+    """Return a category for files: the folder's name, else the file's; `data` if both hold variables."""
     path = PurePosixPath(next(iter(_names(files)), ""))
     names = (path.parent.name, path.name.partition(".")[0], "data")
     return next(name.replace("-", "_") for name in names if re.fullmatch(r"[A-Za-z][\w-]*", name))

@@ -48,10 +48,7 @@ class LongBenchWrite(Task):
         return read_quality(text)
 
     def scores(self, case: Case, answer: str, verdicts: Sequence[Any]) -> Scores:
-        """Return S_l, S_q with its dimensions, and their mean S_bar.
-
-        S_q_imputed counts missing dimensions as 3, as EvalScope does.
-        """
+        """Return S_l, S_q, its dimensions and S_q_imputed, where missing ones count 3, and their mean S_bar."""
         of_length = length_score(case.facts["length"], count_words(answer))
         if not verdicts:  # there is no judge
             return {"S_l": of_length}
@@ -77,10 +74,7 @@ class LongBenchWrite(Task):
 
 
 class LongWriteRuler(LongBenchWrite):
-    """The same requests at growing lengths, scored by our own rule.
-
-    No scorer was published.
-    """
+    """The same requests at growing lengths, scored by our own rule: no scorer was published."""
 
     asks_judge: ClassVar[bool] = False
     headlines: ClassVar[tuple[str, ...]] = ("words", "S_l")

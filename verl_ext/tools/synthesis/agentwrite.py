@@ -21,14 +21,7 @@ from verl_ext.tools.endpoint.answer import UNPARSABLE, Answer, Unparsable
 from verl_ext.tools.endpoint.client import Client
 from verl_ext.tools.synthesis.asking import Work, WriteResult, write_records
 from verl_ext.tools.synthesis.items import SourceItem, drawn
-from verl_ext.tools.synthesis.lengths import (
-    FORMS,
-    AskedLengths,
-    Writing,
-    asked_range,
-    mentions_length,
-    range_score,
-)
+from verl_ext.tools.synthesis.lengths import FORMS, AskedLengths, Writing, asked_range, mentions_length, range_score
 from verl_ext.tools.synthesis.overlap import SHINGLE, runs_of_words
 from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.records import Result, Settings, question_and_answer, refused_in_words

@@ -97,10 +97,7 @@ async def write_records(
 
             # Write in the order of the items, while later ones are asked about: the file is the same in every run.
             begun = ((item, made_of(item)) for item in work.corpus.items())
-            with (
-                open(work.path, "w", encoding="utf-8") as file,
-                QuestionProgress(asked, work.total, "records") as bar,
-            ):
+            with open(work.path, "w", encoding="utf-8") as file, QuestionProgress(asked, work.total, "records") as bar:
                 async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
                     async for item, made in results:
                         made = made if then is None else then(made)

@@ -70,11 +70,7 @@ def drawn(seed: int, *facts: str) -> int:
 
 
 def read_items(
-    files: Iterable[SourceFile],
-    sources: Sequence[str],
-    fields: ItemFields,
-    left_out: Counter[str],
-    skip_bad: bool,
+    files: Iterable[SourceFile], sources: Sequence[str], fields: ItemFields, left_out: Counter[str], skip_bad: bool
 ) -> Iterator[SourceItem]:
     """Yield the items of the files in order; `left_out` counts bad records.
 

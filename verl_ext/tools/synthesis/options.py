@@ -53,10 +53,7 @@ class SynthesizeOptions(OutputOptions):
         None, "documents or instructions to draw, equally many documents per interval; null: all", least=1
     )
     near_duplicates: float | None = option(
-        0.8,
-        "similarity from which a text is left out as a copy of an earlier one; null: no search",
-        above=0,
-        most=1,
+        0.8, "similarity from which a text is left out as a copy of an earlier one; null: no search", above=0, most=1
     )
     decontaminate: list[Any] = option([], "benchmark files; no record may hold 13 words in a row of them")
     on_bad_record: str = option(
@@ -159,9 +156,7 @@ class GLMLongOptions(DocumentOptions):
     write: ClassVar[Any] = staticmethod(partial(write_records, glm_long.ask_of_parts))
 
     window: int = option(
-        12288,
-        "tokens of a document in a request; the model's context needs room for the answer too",
-        least=64,
+        12288, "tokens of a document in a request; the model's context needs room for the answer too", least=64
     )
     ways: dict[str, Any] = option(
         {}, "how often each way of asking is drawn, e.g. {chunk:1,chunks:1,summary:0}; empty: equally often"
@@ -192,8 +187,7 @@ class JoinOptions(DocumentOptions):
     write: ClassVar[Any] = staticmethod(write_joined)
 
     class_field: str | None = option(
-        None,
-        "field with a record's class; only documents of one class are joined; null: its source",
+        None, "field with a record's class; only documents of one class are joined; null: its source"
     )
     classifier: ClassifierOptions = option(ClassifierOptions, "model that names the classes")
     encoder: EncoderOptions = option(EncoderOptions, "encoder that embeds documents")
@@ -279,8 +273,7 @@ class AnswerPairOptions(SynthesizeOptions):
     min_scored: int = option(2, "least different answers with a score, of each prompt", least=1)
     keep_given: bool = option(False, "true: the answer in a record's messages is scored too")
     question_key: str | None = option(
-        None,
-        "field with the question alone, which the scorer sees; null: the prompt without provenance.spans",
+        None, "field with the question alone, which the scorer sees; null: the prompt without provenance.spans"
     )
 
     def task_problems(self) -> Iterable[str | None]:
