@@ -17,7 +17,7 @@ OFFLOAD = ("engine.param_offload=true", "engine.optimizer_offload=true")
 
 
 def watched(overrides: list[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Return each use of weights or optimizer state with their place, and the final places; verl takes the CPU for a GPU."""
+    """Return each use of weights or optimizer state with places, and the final ones; verl takes the CPU for a GPU."""
     from verl.workers.engine import base
     from verl.workers.engine.fsdp import transformer_impl as verl
 

@@ -30,10 +30,7 @@ def write_records(path: Path, content: Sequence[object]) -> str:
 
 
 def byte_tokenizer(special: bool = True, pad: bool = True, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-    """Build a byte-level BPE whose merges cross the end of a sentence and the line breaks (".\\n\\n" is a token).
-
-    special: texts begin with <bos> and end with <eos>. trim_offsets: offsets exclude white space, like RoBERTa's.
-    """
+    """Build a byte-level BPE whose merges cross ends of sentences and lines; special: texts have <bos> and <eos>."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -16,7 +16,7 @@ RECIPES = ROOT / "recipes"
 
 
 def run_recipe(script: str, folder: Path, *overrides: str, seconds: float = 400) -> str:
-    """Run a script of recipes/ in a folder; return its output, or fail with what the threads of a slow run were doing."""
+    """Run a script of recipes/ in a folder; return its output, or fail with what slow threads were doing."""
     folder.parent.mkdir(exist_ok=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     given = {"cwd": folder.parent, "env": {**os.environ, "PATH": path, "PYTHONFAULTHANDLER": "1"}, "text": True}
