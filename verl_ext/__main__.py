@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    arguments = ["train", *arguments] if len(arguments) > 1 and arguments[0] in ("-h", "--help") else arguments
     name, *rest = arguments or ["--help"]
     if name in COMMANDS:
         if name in SLOW and rest and not {"-h", "--help"} & set(rest):
@@ -78,8 +79,7 @@ def _run(arguments: Sequence[str]) -> int:
     width = max(map(len, COMMANDS))
     print("usage: verl-ext COMMAND [key=value ...]")
     for group, commands in GROUPS.items():
-        print(f"\n{group}")
-        print("\n".join(f"  {command:<{width}}  {what}" for command, (_, what) in commands.items()))
+        print(f"\n{group}", *(f"  {command:<{width}}  {what}" for command, (_, what) in commands.items()), sep="\n")
     print("\nverl-ext COMMAND --help lists a command's options.")
     return 0 if arguments else 2
 

@@ -138,7 +138,7 @@ def test_the_file_of_a_run_has_what_hydra_alone_cannot_read_and_paths_within_val
         "eval.score=s.py:right",
         "data.val_dir=a/${oc.env:B}",
     ]
-    (tmp_path / "run.yaml").write_text(run_file(words, 1, tmp_path / "own"))
+    (tmp_path / "run.yaml").write_text(run_file([*words, "trainer.overwrite=true"], 1, tmp_path / "own"))
     assert values(expanded(["run.yaml"])) == {
         "data": "multidoc",
         "data.train_dir": "~/x",

@@ -49,7 +49,9 @@ class ChatCommandOptions(Options):
     trust_remote_code: bool = option(False, "true: run Python code that comes with the model")
 
     def problems(self) -> Iterator[str]:
-        """Yield a line if no model can be at the path."""
+        """Yield a line if no model can be at the path, and for an empty prompt."""
+        if self.prompt is not None and not self.prompt.strip():
+            yield must("prompt", "be a text", "nothing")
         folder = Path(self.path).expanduser()
         if not folder.is_dir():
             if folder.exists() or folder.is_absolute() or self.path.startswith((".", "~")) or self.path.count("/") != 1:

@@ -111,7 +111,7 @@ def run_file(words: Sequence[str], ranks: int | None, folder: Path | None) -> st
     folder: that of the run, where no word has it; None: the default. Raises ValueError with one line if no file says
     the same.
     """
-    words = expanded(words)
+    words = [word for word in expanded(words) if not word.startswith("trainer.overwrite=")]  # started again, it goes on
     if bare := next((word for word in words if word.startswith(("-", "~"))), None):
         raise ValueError(f"a file of the run has no place for flags of Hydra and removed keys; got {bare}")
     choices: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def words_of_file(file: Path, seen: tuple[Path, ...] = (), folder: Path | None =
 
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise UsageError(f"{file} must be a YAML file of a run; it does not exist")
+        raise UsageError(f"{file} must be a run's YAML file; it {'is no file' if file.exists() else 'does not exist'}")
     values: Any = None
     try:
         loaded = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
