@@ -13,6 +13,7 @@
 # make test-triton  the kernels of flash-linear-attention and Liger in Triton's interpreter on the CPU, in a .venv-triton of its own
 # make lint         ruff, format check, type check of the public API, line budgets, durations of tests, shellcheck, sentences, the site
 # make docs         the manual as a site on this machine, at http://127.0.0.1:8000, made again at every change
+# make site         the manual as a site, in build/site
 # make bench        the benchmarks of benchmarks/README.md
 # make bench-quick  every benchmark on its smallest shape, also benchmarks/gpu on the CPU: whether it runs
 # make lock         write constraints.txt again: the newest versions that pyproject.toml allows
@@ -35,7 +36,7 @@ export PATH := $(BIN):$(PATH)
 # With the newest pip: releases before 23.1, which Python 3.10 and 3.11 bring, may search for hours for versions that fit.
 NEW_VENV := -m venv --upgrade-deps
 
-.PHONY: help quickstart test test-all durations test-gpu test-newest test-chaos fuzz cluster verl-versions verl-nightly test-trl test-triton lint docs bench bench-quick lock clean distclean
+.PHONY: help quickstart test test-all durations test-gpu test-newest test-chaos fuzz cluster verl-versions verl-nightly test-trl test-triton lint docs site bench bench-quick lock clean distclean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -124,8 +125,11 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --strict --quiet
 
 # Notices about other site generators, in every build.
-lint docs: export NO_MKDOCS_2_WARNING := 1
-lint docs: export DISABLE_MKDOCS_2_WARNING := true
+lint docs site: export NO_MKDOCS_2_WARNING := 1
+lint docs site: export DISABLE_MKDOCS_2_WARNING := true
+
+site: $(VENV)/.installed-dev
+	$(BIN)/mkdocs build --strict --quiet
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs serve
