@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 
+from verl_ext.config.key_table import meaning
 from verl_ext.config.keys import KEYS, OFFLOAD, Key
 from verl_ext.config.legacy import (
     CHAT_ENDS,
@@ -69,10 +70,9 @@ def translate(
 ) -> Translation:
     """Translate overrides to today's names, which win if both are given.
 
-    own_class: whether data.custom_cls names a user's class, which may read any key. packed: whether the data group
-    makes packs, for which even data.max_length has no meaning. is_known: whether today's configuration has a key.
-    is_old: whether the program is the trainer of verl ≤ 0.6; None: the keys tell. writes_rate: whether verl's default
-    of optim.lr becomes an override, for a command that is printed; a run must be given its rate.
+    own_class: whether data.custom_cls names a class, which may read any key. packed: whether the data group makes
+    packs, for which even data.max_length has no meaning. is_known: whether today's configuration has a key. is_old: for
+    the trainer of verl ≤ 0.6; None: the keys tell. writes_rate: whether verl's rate becomes an override, to be printed.
     """
     command, result = _Command(items, own_class, packed, is_old), Translation()
     for item in _without_foreign_engine(command, result, is_known):
@@ -89,7 +89,8 @@ def translate(
     if command.is_verls and not {_RATE, "recipe"} & command.keys and command.values.get("optim", "fsdp") == "fsdp":
         rate = Item("", _RATE, RATE_OF_OLD if command.is_old else RATE)
         result.items.extend([rate] * writes_rate)
-        tail = "" if writes_rate else ", which `verl-ext migrate` writes into the command: a run has no default"
+        usual = meaning(_RATE).partition("(verl's is 0.001)")[2]
+        tail = usual if writes_rate else ", which `verl-ext migrate` writes into the command: a run has no default"
         result.notices.append(f"{_RATE} is not given: {rate.value} is verl's default{tail}")
     if command.raw:
         result = replace(result, replies=_read_raw(command, result))
@@ -99,8 +100,7 @@ def translate(
 class _Command:
     """A command's overrides, and the trainer they were written for.
 
-    own_class, packed: as in :func:`translate`. keys: the names that they give, old ones also by today's names. read:
-    the keys whose values were asked for.
+    own_class, packed: as in :func:`translate`. keys: their names, of today too. read: those that were asked for.
     """
 
     def __init__(self, items: Sequence[Item], own_class: bool, packed: bool, is_old: bool | None) -> None:
