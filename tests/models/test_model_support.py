@@ -74,7 +74,7 @@ def test_a_model_that_selects_the_keys_of_a_token_is_refused_by_name(kind):
 )
 def test_what_a_model_gives_to_attention_beyond_what_is_read_is_refused_by_name(kind, keywords):
     config = _config_of_newer(kind)
-    with refused("Attention", keywords, "verl_ext_packed"):
+    with refused("model.path", keywords, "verl_ext_packed"):
         isolation_problem(trial_model(config, model_class(kind)))
     assert support_problems(config) != []
 
