@@ -116,6 +116,11 @@ def test_a_mistake_is_told_in_one_line_before_anything_is_imported_that_takes_se
     assert names(line, "error", *things), line
 
 
+def test_output_that_nobody_reads_ends_without_a_traceback():
+    (line,) = subprocess.getoutput(f"{sys.executable} -m verl_ext train --help all | head -1").splitlines()
+    assert line.startswith("usage:")
+
+
 def test_early_refusals_help_of_keys_and_completion_import_no_torch():
     code = f"""
 import contextlib, os, sys

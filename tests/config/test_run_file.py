@@ -304,7 +304,7 @@ def test_a_file_that_is_not_a_run_is_refused_in_one_line(file, capsys, content, 
 @pytest.mark.parametrize(
     ("words", "things"),
     [
-        (["none.yaml"], ["none.yaml", "does not exist"]),
+        (["none.yaml"], ["none.yaml", "nothing there"]),
         (["sft", "model.path=m"], ["key=value", "sft"]),
         (["data.train_dir=d", "--optim.lr", "1e-5"], ["--optim.lr", "optim.lr=1e-5"]),
         (["data.train_dir=d", "--optim.lr=1e-5"], ["optim.lr=1e-5"]),
@@ -342,7 +342,7 @@ def test_a_base_that_is_not_another_file_is_one_line(file):
     for text, things in {
         f"base: {file.name}": (file, "base", f"got {file.name}"),
         "base: 7": (file, "base", 7),
-        "base: none.yaml": (f"{file.parent}/none.yaml", "exist"),
+        "base: none.yaml": (f"{file.parent}/none.yaml", "nothing there"),
     }.items():
         file.write_text(text)
         with refused(*things):

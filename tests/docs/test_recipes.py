@@ -108,11 +108,8 @@ def test_the_tokenizer_gives_back_any_text_and_writes_chatml_and_a_small_qwen3_f
 
 def test_both_recipes_refuse_a_folder_that_is_not_theirs(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    for command in (["quickstart/run.sh", tmp_path], ["gsm8k_code/run.sh", "a", "b", "c", tmp_path]):
-        script, *arguments = command
-        result = subprocess.run(
-            ["bash", str(RECIPES / script), *map(str, arguments)], capture_output=True, text=True, check=False
-        )
+    for script, *arguments in (["quickstart/run.sh", tmp_path], ["gsm8k_code/run.sh", "a", "b", "c", tmp_path]):
+        result = subprocess.run(["bash", RECIPES / script, *arguments], capture_output=True, text=True)
         assert result.returncode == 2
         assert names(result.stderr, "FOLDER", tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
@@ -131,8 +128,8 @@ def test_hold_out_splits_both_file_kinds_without_loss(tmp_path):
         ]
         assert [len(part) for part in parts] == [40, 10]
         assert sorted((*parts[0], *parts[1]), key=lambda record: int(record["answer"])) == records
-    too_many = run("gsm8k_code/hold_out.py", "--output", tmp_path / "out", "--val", 50, *sources)
-    assert names(str(too_many), "--val", "50 records")
+    refusal = run("gsm8k_code/hold_out.py", "--output", tmp_path / "out", "--val", 50, *sources)
+    assert names(str(refusal), "--val", "50 records")
 
 
 def test_the_answer_is_that_of_the_last_export(tmp_path):

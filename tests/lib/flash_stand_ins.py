@@ -40,10 +40,7 @@ CALLS: Counter[str] = Counter()  # of the kernels in this process, by name
 
 
 def register_flash_stand_ins(*exact: torch.dtype) -> None:
-    """Let torch's varlen attention, and the operations below it, run on the CPU in this process.
-
-    exact: types that are taken beside half precision, in tests of exact values.
-    """
+    """Let torch's varlen attention run on the CPU in this process, in half precision and in the types of `exact`."""
     _accept(exact)
     _implement(torch_forward, torch_backward)
 

@@ -69,7 +69,7 @@ def _write(folder, model, titans):
 
 
 def _measure_twice(options):
-    """Return the metrics of the model's own answers, and of true ones with two more tokens, one maybe the end."""
+    """Return the metrics of the model's own answers, and of true ones that go on for two tokens, maybe past the end."""
     trainer = build(options)
     own = trainer.validate()
 

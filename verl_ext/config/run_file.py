@@ -100,8 +100,7 @@ def _with(words: Sequence[str], later: Sequence[str], is_run: bool = False) -> l
 
 def trainer_words(words: Sequence[str]) -> list[str]:
     """Return the words of a trainer's command line, its run file replaced by what it says, except nproc."""
-    of_run = [word for word in expanded(words) if word not in words]
-    return [word for word in expanded(words) if word not in of_run or not word.startswith("nproc=")]
+    return [word for word in expanded(words) if word in words or not word.startswith("nproc=")]
 
 
 def run_file(words: Sequence[str], ranks: int | None, folder: Path | None) -> str:
@@ -175,7 +174,7 @@ def words_of_file(file: Path, seen: tuple[Path, ...] = (), folder: Path | None =
 
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise UsageError(f"{file} must be a run's YAML file; it {'is no file' if file.exists() else 'does not exist'}")
+        raise UsageError(must(f"{file}", "be the YAML file of a run", "a folder" if file.is_dir() else "nothing there"))
     values: Any = None
     try:
         loaded = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)

@@ -245,7 +245,7 @@ def with_nodes(keys: Iterable[str]) -> set[str]:
 
 
 def _untranslated(config: DictConfig) -> Iterator[str]:
-    """Yield a line for a file's keys that only command lines translate, unless the value is verl's default."""
+    """Yield a line for a file's keys that only command lines translate, except for verl's defaults."""
     classes = {family.__name__: family for family in dataset_families().values()}
     own = options_of(classes.get(OmegaConf.select(config, "data.custom_cls.name"), SFTDataSet).Options)
     defaults = _upstream()
