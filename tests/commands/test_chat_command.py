@@ -80,6 +80,20 @@ def test_an_answer_ends_at_the_folders_end_tokens_and_a_model_without_a_template
     assert answers(capsys) == ["one two", " ".join(["on"] * 8)]
 
 
+def test_an_answer_ends_at_the_models_last_position_and_a_longer_prompt_is_refused(tmp_path, capsys):
+    folder = write_tiny_model(tmp_path, max_position_embeddings=16)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = ([{"role": "user", "content": " ".join(["w3"] * count)}] for count in range(20))
+    lengths = [len(tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]) for chat in chats]
+    fits = next(count for count, length in enumerate(lengths) if length > 10)
+    assert chat(str(folder), f"prompt={' '.join(['w3'] * fits)}") == 0
+    (answer,) = answers(capsys)
+    assert len(answer.split()) == 16 - lengths[fits]
+    assert chat(str(folder), f"prompt={' '.join(['w3'] * 16)}") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert names(line, "the conversation", lengths[16])
+
+
 parts = st.lists(st.sampled_from(["</th", "a", " b\n", "<", "é", "<b>", ":key:", "\tc", " " * 90]), max_size=5)
 
 

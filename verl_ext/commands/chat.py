@@ -74,6 +74,7 @@ class ChatModel:
         import torch
         import transformers
 
+        from verl_ext.config.check import model_positions
         from verl_ext.plugin import register_architectures
 
         register_architectures()
@@ -89,6 +90,7 @@ class ChatModel:
             raise DataError(f"{options.path}: transformers cannot load the model: {first_line(error)}") from error
         self._model = self._model.eval().to("cuda" if on_gpu else "cpu")
         self._model.config.get_text_config().output_router_logits = False  # with which a cache cannot be read
+        self._positions = model_positions(self._model.config) or sys.maxsize
         self._options = options
         torch.manual_seed(options.seed)
 
@@ -105,16 +107,22 @@ class ChatModel:
         return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def answer(self, ids: list[int], tell: Callable[[str], None]) -> str:
-        """Generate until an end token or Ctrl-C; call `tell` with the text so far, and return the whole text."""
+        """Generate until an end token, the last position or Ctrl-C, and return the whole text.
+
+        tell: called with the text so far. Raises DataError if the prompt leaves no position for an answer.
+        """
         import torch
         from transformers import GenerationConfig, StoppingCriteriaList
 
         options, own = self._options, self._model.generation_config
+        if len(ids) >= self._positions:
+            needed = f"have fewer tokens than the model's {self._positions:,} positions"
+            raise DataError(must("the conversation", needed, f"{len(ids):,}"))
         ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
         stops = sorted({token for token in (*ends, self.tokenizer.eos_token_id) if token is not None})
         draws = {"temperature": options.temperature, "top_p": options.top_p} if options.temperature else {}
         config = GenerationConfig(
-            max_new_tokens=options.max_new_tokens,
+            max_new_tokens=min(options.max_new_tokens, self._positions - len(ids)),
             do_sample=bool(draws),
             eos_token_id=stops or None,
             pad_token_id=stops[0] if stops else 0,
@@ -200,10 +208,17 @@ def chat(options: ChatCommandOptions) -> str:
             if turn == _NEW or not turn.strip():
                 continue
             messages.append({"role": "user", "content": turn})
-            text, ids = model.prompt(messages)
-            opening = next((tag for tag, _ in REASONING_TAGS if text.rstrip().endswith(tag)), "")
-            printer = AnswerPrinter(console, opening)
-            answer = model.answer(ids, printer.tell)
+            try:
+                text, ids = model.prompt(messages)
+                opening = next((tag for tag, _ in REASONING_TAGS if text.rstrip().endswith(tag)), "")
+                printer = AnswerPrinter(console, opening)
+                answer = model.answer(ids, printer.tell)
+            except DataError as error:
+                if options.prompt is not None or not sys.stdin.isatty():
+                    raise
+                print(f"error: {error}; the line is dropped, and {_NEW} starts again", file=sys.stderr)
+                messages.pop()
+                continue
             printer.tell(answer, is_whole=True)
             console.print()
             reasoning, answer = split_reasoning(opening + answer)
