@@ -8,10 +8,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib import resources
 from typing import Any, ClassVar
 
-from verl_ext.options import DataError, Options, option
+from verl_ext.options import DataError, Options, must, option
 from verl_ext.tools.endpoint.client import SamplingOptions
 from verl_ext.tools.endpoint.quality import read_rating
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows, token_ends
@@ -39,11 +38,24 @@ class LongBenchChat(Task):
     """Questions about long documents, rated beside three rated answers."""
 
     options: ChatBenchOptions
+    node: ClassVar[str] = "chat"
+    prompt_file: ClassVar[str] = "chat.txt"
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
     asks_judge: ClassVar[bool] = True
     worst: ClassVar[Any] = 1.0
     needs_judge: ClassVar[bool] = True
     headlines: ClassVar[tuple[str, ...]] = ("rating",)
+
+    @classmethod
+    def needs(cls, options: ChatBenchOptions) -> Iterator[str]:
+        """Yield a line without rated answers."""
+        if options.shots is None:
+            yield must("chat.shots", "be the benchmark's few_shots.json", "nothing")
+
+    @classmethod
+    def counts_tokens(cls, options: ChatBenchOptions) -> bool:
+        """Tell whether prompts are cut."""
+        return options.max_prompt_tokens is not None
 
     def cases(self) -> Iterator[Case]:
         """Yield cases with shots; raise DataError unless each has three."""
@@ -72,10 +84,6 @@ class LongBenchChat(Task):
         """Return the language of the question and, if the cases name it, the length of the text."""
         length = {"length": case.facts["length"]} if "length" in case.facts else {}
         return {"language": language_of(case.facts["query"]), **length}
-
-    def own_prompt(self) -> str:
-        """Return our own prompt for the judge."""
-        return resources.files("verl_ext.tools.judging").joinpath("prompts/chat.txt").read_text(encoding="utf-8")
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
         """Return `ratings` requests; case and number determine the shots' order."""
