@@ -242,6 +242,8 @@ def test_answers_that_cannot_be_used_are_left_out_and_counted(choose, tmp_path):
     report = report_of(tmp_path)
     assert report["preferences"]["answers_left_out"] == {"contaminated": 1, "cut": 5, "equal": 1, "refused": 1}
     assert report["outcomes"] == {"done": 2, "cut": 1}
+    assert report["stages"]["answer"]["requests"] == 12
+    assert report["spent_without_record"] == {"cut": {"items": 1, "tokens": 4 * 15}}
 
 
 @pytest.mark.parametrize(

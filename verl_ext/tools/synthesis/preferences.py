@@ -242,4 +242,4 @@ class Preferences(Task):
         """Report the pairs, and the means of the parts of scores."""
         self.outcomes.notes.append(self.statistics.line())
         means = {} if self.scorer is None else self.scorer.means
-        self.outcomes.facts = {"preferences": self.statistics.report(means)}
+        self.outcomes.facts["preferences"] = self.statistics.report(means)
