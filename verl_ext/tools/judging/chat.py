@@ -5,12 +5,12 @@ and the three shots, never the document. The paper shuffles the shots and rates 
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, ClassVar
 
-from verl_ext.options import DataError, Options, must, option
+from verl_ext.options import DataError, Options, option
 from verl_ext.tools.endpoint.client import SamplingOptions
 from verl_ext.tools.endpoint.quality import read_rating
 from verl_ext.tools.judging.task import Case, Messages, Scores, Task, read_rows, token_ends
@@ -33,29 +33,24 @@ class ChatBenchOptions(Options):
         None, "maximum tokens of a prompt, cut in its middle; published figures: 64,000; null: no limit", least=2
     )
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether prompts are cut by tokens."""
+        return self.max_prompt_tokens is not None
+
 
 class LongBenchChat(Task):
     """Questions about long documents, rated beside three rated answers."""
 
     options: ChatBenchOptions
     node: ClassVar[str] = "chat"
+    needed: ClassVar[Mapping[str, str]] = {"shots": "be the benchmark's few_shots.json"}
     prompt_file: ClassVar[str] = "chat.txt"
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
     asks_judge: ClassVar[bool] = True
     worst: ClassVar[Any] = 1.0
     needs_judge: ClassVar[bool] = True
     headlines: ClassVar[tuple[str, ...]] = ("rating",)
-
-    @classmethod
-    def needs(cls, options: ChatBenchOptions) -> Iterator[str]:
-        """Yield a line without rated answers."""
-        if options.shots is None:
-            yield must("chat.shots", "be the benchmark's few_shots.json", "nothing")
-
-    @classmethod
-    def counts_tokens(cls, options: ChatBenchOptions) -> bool:
-        """Tell whether prompts are cut."""
-        return options.max_prompt_tokens is not None
 
     def cases(self) -> Iterator[Case]:
         """Yield cases with shots; raise DataError unless each has three."""

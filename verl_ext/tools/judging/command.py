@@ -106,8 +106,10 @@ class JudgeOptions(OutputOptions):
             yield from self.judge.endpoint_problems()
         if self.judge_prompt is not None and not Path(self.judge_prompt).is_file():
             yield must("judge_prompt", "be an existing file", self.judge_prompt)
-        yield from TASKS[self.task].needs(self.of_task)
-        if TASKS[self.task].counts_tokens(self.of_task):
+        for name, needed in TASKS[self.task].needed.items():
+            if getattr(self.of_task, name) is None:
+                yield must(f"{self.of_task.prefix}.{name}", needed, "nothing")
+        if self.counts_tokens:
             yield from self.model.tokenizer_problems()
         if not os.path.exists(self.cases):
             yield must("cases", "be a file or a folder of yours, none is shipped", self.cases)
@@ -121,18 +123,22 @@ class JudgeOptions(OutputOptions):
         """The benchmark's own options; None if it has none."""
         return getattr(self, TASKS[self.task].node, None)
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether lengths or limits in tokens need a tokenizer."""
+        return getattr(self.of_task, "counts_tokens", False)
+
 
 def judge(options: JudgeOptions) -> str:
     """Ask, judge and write; return the table of all cases.
 
     Raises UsageError; DataError, also if more than `max_failed` of a model's cases lack scores. Messages have one line.
     """
-    kind = TASKS[options.task]
     for endpoint in (options.endpoint, options.judge):  # a mistake in the prices ends the run before any request
         if endpoint.base_url:
             endpoint.read_price()
-    tokenizer = load_tokenizer(options.model) if kind.counts_tokens(options.of_task) else None
-    task = kind(options.cases, options.of_task, tokenizer, options.judge_prompt)
+    tokenizer = load_tokenizer(options.model) if options.counts_tokens else None
+    task = TASKS[options.task](options.cases, options.of_task, tokenizer, options.judge_prompt)
     cases = list(islice(task.cases(), options.limit))
     # The store lies beside the output, so the answers that were paid for survive a run that writes no output.
     with Store(options.store or f"{options.output_dir}.store", "store") as store:

@@ -28,6 +28,7 @@ class NeedleOptions(Options):
     """The options of a needle in a haystack."""
 
     prefix: ClassVar[str] = "needle"
+    counts_tokens: ClassVar[bool] = True
 
     text: str | None = option(None, "sentence to hide; null: the published one, about San Francisco")
     question: str | None = option(None, "question that the sentence answers; null: the published one")
@@ -69,11 +70,6 @@ class Needle(Task):
     worst: ClassVar[Any] = 1.0
     headlines: ClassVar[tuple[str, ...]] = ("found", "rating")
     heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "depth", "found")
-
-    @classmethod
-    def counts_tokens(cls, options: NeedleOptions) -> bool:
-        """Tell that lengths of haystacks are in tokens."""
-        return True
 
     def cases(self) -> Iterator[Case]:
         """Yield a case per length and depth; raise DataError for short texts."""

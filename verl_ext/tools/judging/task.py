@@ -45,6 +45,7 @@ class Task:
 
     Attributes:
         node: the option of the command that holds the benchmark's own options; "" if it has none.
+        needed: those of its own options that must be given, and what they must be.
         prompt_file: our own prompt for the judge, in the folder prompts.
         sampling: how the model under test draws its answers, as published.
         judge_sampling: how the judge draws its verdicts, as published.
@@ -58,6 +59,7 @@ class Task:
     """
 
     node: ClassVar[str] = ""
+    needed: ClassVar[Mapping[str, str]] = {}
     prompt_file: ClassVar[str] = ""
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=1024)
@@ -90,16 +92,6 @@ class Task:
         """Return our own prompt for the judge."""
         folder = resources.files("verl_ext.tools.judging") / "prompts"
         return (folder / self.prompt_file).read_text(encoding="utf-8")
-
-    @classmethod
-    def needs(cls, options: Any) -> Iterator[str]:
-        """Yield a line for each of the benchmark's own options that it needs and that is not given."""
-        yield from ()
-
-    @classmethod
-    def counts_tokens(cls, options: Any) -> bool:
-        """Tell whether lengths or limits in tokens need the tokenizer of a model."""
-        return False
 
     def cases(self) -> Iterator[Case]:
         """Yield the cases. Raises DataError if the file is not the benchmark's."""
