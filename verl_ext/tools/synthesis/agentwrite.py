@@ -30,7 +30,7 @@ from verl_ext.tools.synthesis.prompts import PromptTexts
 from verl_ext.tools.synthesis.replies import yes_or_no
 from verl_ext.tools.synthesis.report import Result
 from verl_ext.tools.synthesis.scorers import ScorerOptions, scorer_of
-from verl_ext.tools.synthesis.task import NoRecord, Task, attempted, usable
+from verl_ext.tools.synthesis.task import NoRecord, SynthesisTask, attempted, usable
 from verl_ext.tools.word_count import count_words, language_of
 
 FORMS = ("sequential", "parallel")
@@ -91,7 +91,7 @@ class AgentWriteOptions(SynthesizeOptions):
         return FORMS if self.paragraphs == "both" else (self.paragraphs,)
 
 
-class AgentWrite(Task):
+class AgentWrite(SynthesisTask):
     """A writer of the texts of a run, which keeps the figures of its report.
 
     Attributes:

@@ -18,19 +18,21 @@ from verl_ext.tools.synthesis.joined import JoinedDocuments
 from verl_ext.tools.synthesis.longalign import LongAlign
 from verl_ext.tools.synthesis.options import REPORT, SynthesizeOptions
 from verl_ext.tools.synthesis.preferences import Preferences
-from verl_ext.tools.synthesis.report import listed, preview_line
-from verl_ext.tools.synthesis.task import Task
+from verl_ext.tools.synthesis.report import preview_line, spelled_counts
+from verl_ext.tools.synthesis.task import SynthesisTask
 
-TASKS: dict[str, type[Task]] = {cls.name: cls for cls in (LongAlign, GLMLong, JoinedDocuments, AgentWrite, Preferences)}
+TASKS: dict[str, type[SynthesisTask]] = {
+    cls.name: cls for cls in (LongAlign, GLMLong, JoinedDocuments, AgentWrite, Preferences)
+}
 SUBCOMMANDS = {name: task.options_class for name, task in TASKS.items()}
 
 
-def synthesize(kind: type[Task], options: SynthesizeOptions) -> str:
+def synthesize(kind: type[SynthesisTask], options: SynthesizeOptions) -> str:
     """Make the records of a task; return closing tables; raise UsageError or DataError."""
     task = kind(options)
     total = task.choose()
     if not total:
-        left_out = listed(task.corpus.left_out) or "nothing was there"
+        left_out = spelled_counts(task.corpus.left_out) or "nothing was there"
         raise DataError(f"sources must hold something to ask about, in its field {task.text_key}; left out: {left_out}")
     if getattr(options, "estimate", False):
         return "\n".join([f"items: {total:,}", estimate_line(task)])

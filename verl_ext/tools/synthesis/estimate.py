@@ -5,12 +5,12 @@ TOKENS_A_WORD tokens of a written word, in paragraphs of PARAGRAPH words.
 """
 
 from verl_ext.tools.endpoint.answer import Usage
-from verl_ext.tools.synthesis.task import Task
+from verl_ext.tools.synthesis.task import SynthesisTask
 
 ANSWER, PROMPT, TOKENS_A_WORD, PARAGRAPH = 400, 150, 1.4, 500
 
 
-def estimate_line(task: Task) -> str:
+def estimate_line(task: SynthesisTask) -> str:
     """Return a line about the requests for all items, their tokens and their cost."""
     requests, totals = 0.0, [0.0, 0.0, 0.0]
     for item in task.corpus.items():

@@ -20,9 +20,9 @@ from verl_ext.tools.synthesis.asked_prompts import AskedPrompt, ScoredAnswer, as
 from verl_ext.tools.synthesis.items import SourceItem, drawn, item_of
 from verl_ext.tools.synthesis.options import SynthesizeOptions
 from verl_ext.tools.synthesis.replies import refused_in_words
-from verl_ext.tools.synthesis.report import Result, listed
+from verl_ext.tools.synthesis.report import Result, spelled_counts
 from verl_ext.tools.synthesis.scorers import ScorerOptions, scorer_of
-from verl_ext.tools.synthesis.task import NoRecord, Task, usable
+from verl_ext.tools.synthesis.task import NoRecord, SynthesisTask, usable
 from verl_ext.tools.word_count import count_words
 
 PAIRS = ("best_worst", "best_random", "all", "best")
@@ -59,7 +59,7 @@ class PairStatistics:
     def line(self) -> str:
         """Return the line for the terminal."""
         share = f", the chosen answer is longer in {self.longer / self.pairs:.0%}" if self.pairs else ""
-        return f"{self.pairs:,} pairs{share}; answers left out: {listed(self.left_out) or 'none'}"
+        return f"{self.pairs:,} pairs{share}; answers left out: {spelled_counts(self.left_out) or 'none'}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class AnswerPairOptions(SynthesizeOptions):
         return self.scorer.kind == "reward"
 
 
-class Preferences(Task):
+class Preferences(SynthesisTask):
     """Answers to prompts, the best of which is preferred to others."""
 
     name: ClassVar[str] = "preferences"

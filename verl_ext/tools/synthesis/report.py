@@ -117,9 +117,9 @@ class Outcomes:
         if failed.total() > options.max_failed_share * self.items.total():
             share = f"{failed.total():,} of {self.items.total():,} items are without an answer to use"
             limit = f"max_failed_share is {options.max_failed_share}"
-            raise DataError(f"{share} ({listed(failed)}), {limit}: {kept}. {first}")
+            raise DataError(f"{share} ({spelled_counts(failed)}), {limit}: {kept}. {first}")
         if not self.items[DONE]:
-            raise DataError(f"no item has a record ({listed(self.items)}): {kept}. {first}")
+            raise DataError(f"no item has a record ({spelled_counts(self.items)}): {kept}. {first}")
 
     def report(self, task: str, options: SynthesizeOptions, corpus: Corpus) -> dict[str, Any]:
         """Return the content of report.yaml."""
@@ -141,13 +141,11 @@ class Outcomes:
     ) -> list[str]:
         """Return what is printed above the preview: tables and counts."""
         rows = [{"length": name, **{key: f"{count:,}" for key, count in row.items()}} for name, row in lengths.items()]
-        lost = f"; questions without a record: {listed(self.lost)}" if self.lost else ""
-        return [
-            aligned(rows, ["length"]),
-            f"left out: {listed(left_out) or 'none'}",
-            f"items: {listed(self.items)}" + (f"; {self.records:,} records{lost}" if _has_questions(options) else ""),
-            *self.notes,
-        ]
+        items, lost = f"items: {spelled_counts(self.items)}", spelled_counts(self.lost)
+        if _has_questions(options):
+            items += f"; {self.records:,} records" + (f"; questions without a record: {lost}" if lost else "")
+        left = f"left out: {spelled_counts(left_out) or 'none'}"
+        return [aligned(rows, ["length"]), left, items, *self.notes]
 
 
 def preview_line(line: str) -> str:
@@ -159,7 +157,7 @@ def preview_line(line: str) -> str:
     return f"record ({record.get('category', '')}): {''.join(parts)}{one_line(texts[-1][:SHOWN])} …"
 
 
-def listed(counts: Mapping[str, int]) -> str:
+def spelled_counts(counts: Mapping[str, int]) -> str:
     """Return counts by name in one line."""
     return ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()) if count)
 

@@ -27,7 +27,7 @@ from verl_ext.tools.endpoint.quality import (
     read_rating,
 )
 from verl_ext.tools.synthesis.lengths import asked_words
-from verl_ext.tools.synthesis.task import Task
+from verl_ext.tools.synthesis.task import SynthesisTask
 from verl_ext.tools.word_count import count_words, language_of, length_score
 
 _SAMPLING = SamplingOptions(temperature=0.0, max_tokens=4096)  # of judges
@@ -86,7 +86,7 @@ class Scorer:
     means: the parts of its scores by name, for the report.
     """
 
-    def __init__(self, options: ScorerOptions, task: Task) -> None:
+    def __init__(self, options: ScorerOptions, task: SynthesisTask) -> None:
         self.options, self.task = options, task
         self.means: dict[str, list[float]] = {}
 
@@ -134,7 +134,7 @@ class WritingJudge(Scorer):
 class OwnFunction(Scorer):
     """A function of the user's; UsageError if it does not exist."""
 
-    def __init__(self, options: ScorerOptions, task: Task) -> None:
+    def __init__(self, options: ScorerOptions, task: SynthesisTask) -> None:
         super().__init__(options, task)
         kind = str(options.kind)
         try:
@@ -159,7 +159,7 @@ class OwnFunction(Scorer):
 class RewardModel(Scorer):
     """A sequence classifier in a folder, with stored scores; UsageError if there is none."""
 
-    def __init__(self, options: ScorerOptions, task: Task) -> None:
+    def __init__(self, options: ScorerOptions, task: SynthesisTask) -> None:
         super().__init__(options, task)
         self._path = str(options.path)
         if not (Path(self._path) / "config.json").is_file():
@@ -211,7 +211,7 @@ SCORERS: dict[str, type[Scorer]] = {"reward": RewardModel, "writing": WritingJud
 KINDS = (*SCORERS, "given")  # given: the records have scores, and nothing is asked
 
 
-def scorer_of(options: ScorerOptions, task: Task) -> Scorer:
+def scorer_of(options: ScorerOptions, task: SynthesisTask) -> Scorer:
     """Return the scorer of a kind; raise UsageError for a folder or a function that does not exist."""
     return SCORERS.get(str(options.kind), OwnFunction)(options, task)
 

@@ -3,7 +3,7 @@
     sources ──► items ──► chosen ones ──► questions about each ──► answers ──► its records
                 (read)    (corpus.py)     (make, over `ask`)                   in the order of the items
 
-A task is a class of options and a subclass of :class:`Task`, in a file of its own.
+A task is a class of options and a subclass of :class:`SynthesisTask`, in a file of its own.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def usable(answer: Answer, stage: str) -> Answer:
     return answer
 
 
-class Task:
+class SynthesisTask:
     """A run of a task. Raises UsageError for a mistake in its prompts, prices or files.
 
     Attributes:
@@ -234,7 +234,7 @@ class Task:
         return Result(DONE, [{"messages": messages, "category": category, "provenance": provenance}])
 
 
-class DocumentTask(Task):
+class DocumentTask(SynthesisTask):
     """A task about documents, whose lengths are counted in the tokens of the model to be trained."""
 
     item_key = "text"
