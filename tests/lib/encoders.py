@@ -1,13 +1,7 @@
-"""A small encoder, and the records that are joined by it."""
-
-import json
+"""A small encoder of texts."""
 
 import torch
 from transformers import AutoTokenizer, BertConfig, BertModel
-
-
-def records_of(tmp_path, out="out"):
-    return [json.loads(line) for line in (tmp_path / out / "glm_long_documents.jsonl").read_text().splitlines()]
 
 
 def write_encoder(folder, tiny_model):

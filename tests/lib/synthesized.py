@@ -14,12 +14,12 @@ def words(count, seed=0):
 
 
 def synthesized(folder, model, server, source, *given, task="longalign", out="out"):
-    """Run the command on a file or folder; return its exit code."""
-    options = {
-        **{"task": task, "output_dir": folder / out, "sources": f"{{docs:{source}}}", "endpoint.model": "tiny"},
-        **{"endpoint.base_url": server.url, "endpoint.retries": 0},
-        **({"intervals": "[100,200,300,400]", "model.path": model} if "long" in task else {}),
-    }
+    """Run the command on a file or folder, with a server or None; return its exit code."""
+    options = {"task": task, "output_dir": folder / out, "sources": f"{{docs:{source}}}"}
+    if server is not None:
+        options |= {"endpoint.base_url": server.url, "endpoint.model": "tiny", "endpoint.retries": 0}
+    if "long" in task:
+        options |= {"intervals": "[100,200,300,400]", "model.path": model}
     return main([f"{key}={value}" for key, value in (options | dict(each.split("=", 1) for each in given)).items()])
 
 

@@ -21,6 +21,9 @@ from verl_ext.tools.endpoint.store import Store
 pytestmark = pytest.mark.slow
 
 
+KEYS = ("728f6abc0defac2f51ff6e3653e0d598", "a97a26de30ed9f32a4458478a5888467")
+
+
 async def ask_all(url, path, count, told):
     with Store(path) as store:
         async with Client(EndpointOptions(base_url=url, model="tiny"), store) as client:
@@ -60,33 +63,51 @@ def answers_of(requests):
 
 
 def test_a_second_run_asks_for_nothing_and_other_sampling_asks_again(tmp_path):
-    async def ask(server, sampling, model="tiny", content="question 1", record="1"):
-        with Store(tmp_path / "answers") as store:
-            async with Client(EndpointOptions(base_url=server.url, model=model), store) as client:
-                return await client.ask(record, "stage", [{"role": "user", "content": content}], sampling)
-
+    path = tmp_path / "answers"
     with chat_server(lambda _: completion("yes", reasoning="because")) as server:
-        first = asyncio.run(ask(server, SamplingOptions()))
-        assert asyncio.run(ask(server, SamplingOptions())) == first
+        first = ask(server, path)
+        assert ask(server, path) == first
         assert len(server.requests) == 1
-        for change in ({"model": "other"}, {"content": "question 2"}, {"record": "2"}):
-            asyncio.run(ask(server, SamplingOptions(), **change))
-        asyncio.run(ask(server, SamplingOptions(temperature=0.1)))
+        for change in ({"model": "other"}, {"content": "question 2"}, {"record": "2"}, {"temperature": 0.1}):
+            ask(server, path, **change)
         assert len(server.requests) == 5
     facts = (first.reasoning, first.usage, first.model, first.fingerprint)
     assert facts == ("because", Usage(10, 0, 5), "tiny-1", "fp")
 
 
-def test_a_failure_is_asked_for_again(tmp_path):
-    async def ask(server):
-        with Store(tmp_path / "answers") as store:
-            async with Client(EndpointOptions(base_url=server.url, model="tiny", retries=0), store) as client:
-                return await client.ask("1", "stage", [{"role": "user", "content": "?"}], SamplingOptions())
+def ask(server, path, model="tiny", content="question 1", record="1", **sampling):
+    """Return the answer to one question."""
+    messages = [{"role": "user", "content": content}]
 
+    async def asked():
+        with Store(path) as store:
+            async with Client(EndpointOptions(base_url=server.url, model=model, retries=0), store) as client:
+                return await client.ask(record, "stage", messages, SamplingOptions(**sampling))
+
+    return asyncio.run(asked())
+
+
+def test_answers_of_earlier_versions_are_found_by_their_keys(tmp_path):
+    async def asked(server):
+        with Store(tmp_path / "answers") as store:
+            options = EndpointOptions(base_url=server.url, model="tiny", extra_body={"a": {"b": 1}})
+            async with Client(options, store) as client:
+                given = {"tools": [{"type": "function"}], "extra_body": {"a": {"c": 2}}, "schema": {"type": "object"}}
+                messages = [{"role": "user", "content": "?"}]
+                await client.ask("docs/a.jsonl:1", "write/2", messages, SamplingOptions(temperature=0.5), **given)
+                await client.embed("docs/a.jsonl:1", "a text")
+            return [store.find(key) is not None for key in KEYS]
+
+    embedding = {"data": [{"embedding": [1.0, 0.0]}]}
+    with chat_server(lambda body: (200, embedding) if "input" in body else "yes") as server:
+        assert asyncio.run(asked(server)) == [True, True]
+
+
+def test_a_failure_is_asked_for_again(tmp_path):
     with chat_server(lambda _: (500, {})) as server:
-        assert asyncio.run(ask(server)).outcome == "failed"
+        assert ask(server, tmp_path / "answers").outcome == "failed"
     with chat_server(lambda _: "yes") as server:
-        assert asyncio.run(ask(server)).text == "yes"
+        assert ask(server, tmp_path / "answers").text == "yes"
 
 
 def test_two_processes_share_a_store_and_pay_once(tmp_path):

@@ -2,20 +2,21 @@
 
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from transformers import AutoModel, AutoTokenizer
 
 from tests.lib.chat_server import chat_server
 from tests.lib.document_texts import write_lines
-from tests.lib.encoders import records_of, write_encoder
+from tests.lib.encoders import write_encoder
 from tests.lib.errors import names
+from tests.lib.synthesized import records_of as synthesized_records
+from tests.lib.synthesized import report_of
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.data import SFTDataSet
-from verl_ext.tools.synthesis.command import main
 
 pytestmark = pytest.mark.slow
 
@@ -46,27 +47,25 @@ def embedding_reply(request):
     return 200, body
 
 
-def run(tmp_path, documents, model, *given, out="out"):
-    options = {
-        "task": "glm_long_documents",
-        "sources": f"{{docs:{documents}}}",
-        "output_dir": tmp_path / out,
-        "model.path": model,
-        "intervals": "[100,200,400]",
-    }
-    pairs = {**options, **dict(each.split("=", 1) for each in given)}
-    return main([f"{key}={value}" for key, value in pairs.items()])
+@pytest.fixture
+def join(synthesize):
+    """Return a function that joins documents, by a server or None."""
+
+    def joined(server, source, *given, out="out"):
+        words = ("intervals=[100,200,400]", "endpoint.model=e", *given)
+        return synthesize(server, source, *words, task="glm_long_documents", out=out)
+
+    return joined
 
 
-def of_server(server):
-    return f"endpoint.base_url={server.url}", "endpoint.model=e", "endpoint.retries=0"
+records_of = partial(synthesized_records, task="glm_long_documents")
 
 
 def test_neighbours_of_a_class_are_joined_with_their_places_into_intervals_of_equal_tokens(
-    tmp_path, documents, tiny_model, capsys
+    join, tmp_path, documents, capsys
 ):
     with chat_server(embedding_reply, ("e",)) as server:
-        assert run(tmp_path, documents, tiny_model, *of_server(server), "class_field=subject") == 0
+        assert join(server, documents, "class_field=subject") == 0
     assert "840 prompt tokens" in capsys.readouterr().out
     by_text = {record["text"]: record for record in map(json.loads, documents.read_text().splitlines())}
     used, alike, tokens = [], 0, {"100–200": 0, "200–400": 0}
@@ -84,12 +83,12 @@ def test_neighbours_of_a_class_are_joined_with_their_places_into_intervals_of_eq
     assert len(used) == len(set(used)) > 100  # each document is used once, and few are left over
     assert alike >= 0.75 * len(records_of(tmp_path))  # the last ones of a class take the rest
     assert abs(tokens["100–200"] - tokens["200–400"]) <= 400
-    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+    report = report_of(tmp_path)
     assert {name: row["tokens"] for name, row in report["lengths"].items()} == tokens
     assert report["outcomes"] == {"done": len(used), "left_over": 120 - len(used)}
 
 
-def test_a_model_names_the_classes_within_which_documents_are_joined(tmp_path, documents, tiny_model, capsys):
+def test_a_model_names_the_classes_within_which_documents_are_joined(join, tmp_path, documents, capsys):
     """Two subjects are law, one is trade, the model has no class for the fourth, and none is war."""
 
     def reply(request):
@@ -99,12 +98,12 @@ def test_a_model_names_the_classes_within_which_documents_are_joined(tmp_path, d
 
     given = ("classifier.classes=[law,trade,war]", "max_failed_share=0.3", "classifier.endpoint.model=c")
     with chat_server(embedding_reply, ("e",)) as server, chat_server(reply, ("c",)) as namer:
-        given = (*of_server(server), *given, f"classifier.endpoint.base_url={namer.url}")
-        assert run(tmp_path, documents, tiny_model, *given) == 0
+        given = (*given, f"classifier.endpoint.base_url={namer.url}")
+        assert join(server, documents, *given) == 0
         asked = len(namer.requests), len(server.requests)
-        assert run(tmp_path, documents, tiny_model, *given, "overwrite=true") == 0
+        assert join(server, documents, *given, "overwrite=true") == 0
         assert (len(namer.requests), len(server.requests)) == asked == (90 + 3 * 30, 90)
-    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+    report = report_of(tmp_path)
     assert report["classes"] == {"law": 60, "trade": 30, "war": 0}
     assert report["outcomes"]["unparsable"] == 30
     classes = {"requests": 90 + 3 * 30, "done": 90, "unparsable": 30}
@@ -122,24 +121,24 @@ def test_a_model_names_the_classes_within_which_documents_are_joined(tmp_path, d
         ["class_field=subject"],
         ["classifier.endpoint.model=null"],
     ):
-        assert run(tmp_path, documents, tiny_model, *given, *wrong, out="wrong") == 2
+        assert join(server, documents, *given, *wrong, out="wrong") == 2
         assert "classifier" in capsys.readouterr().err
 
 
-def test_the_texts_follow_from_the_seed_and_the_documents_and_embeddings_are_paid_once(tmp_path, documents, tiny_model):
+def test_the_texts_follow_from_the_seed_and_the_documents_and_embeddings_are_paid_once(join, tmp_path, documents):
     lines = documents.read_text().splitlines(keepends=True)
     with chat_server(embedding_reply, ("e",)) as server:
-        given = (*of_server(server), f"store={tmp_path}/store", "near_duplicates=null")
-        assert run(tmp_path, documents, tiny_model, *given, "endpoint.concurrency=1") == 0
-        assert run(tmp_path, documents, tiny_model, *given, "endpoint.concurrency=8", out="again") == 0
+        given = (f"store={tmp_path}/store", "near_duplicates=null")
+        assert join(server, documents, *given, "endpoint.concurrency=1") == 0
+        assert join(server, documents, *given, "endpoint.concurrency=8", out="again") == 0
         assert len(server.requests) == len(lines)
-        assert run(tmp_path, documents, tiny_model, *given, "seed=7", out="other") == 0
-    assert records_of(tmp_path) == records_of(tmp_path, "again") != records_of(tmp_path, "other")
+        assert join(server, documents, *given, "seed=7", out="other") == 0
+    assert records_of(tmp_path) == records_of(tmp_path, out="again") != records_of(tmp_path, out="other")
 
 
-def test_a_mixture_draws_the_joined_documents_by_their_lengths(tmp_path, documents, tiny_model):
+def test_a_mixture_draws_the_joined_documents_by_their_lengths(join, tmp_path, documents, tiny_model):
     with chat_server(embedding_reply, ("e",)) as server:
-        assert run(tmp_path, documents, tiny_model, *of_server(server)) == 0
+        assert join(server, documents) == 0
     given = {"sources": {"joined": str(tmp_path / "out")}, "output_dir": str(tmp_path / "tokenized"), "num_workers": 1}
     tokenize(TokenizeOptions.read({**given, "model": {"path": str(tiny_model)}}))
     config = {"max_tokens": 512, "mixture": {"sources": {"joined": {"tokens": 6000, "intervals": [100, 200, 512]}}}}
@@ -164,12 +163,12 @@ def encoder(tmp_path, tiny_model):
     ],
 )
 def test_an_encoder_in_a_folder_pools_as_its_files_or_the_option_say(
-    tmp_path, documents, tiny_model, encoder, files, given, pooled
+    join, tmp_path, documents, encoder, files, given, pooled
 ):
     for name, content in files.items():
         (encoder / name).parent.mkdir()
         (encoder / name).write_text(json.dumps(content))
-    assert run(tmp_path, documents, tiny_model, f"encoder.path={encoder}", *given, "encoder.max_tokens=8") == 0
+    assert join(None, documents, f"encoder.path={encoder}", *given, "encoder.max_tokens=8") == 0
     tokenizer, model = AutoTokenizer.from_pretrained(encoder), AutoModel.from_pretrained(encoder)
 
     def vector(text):
@@ -187,8 +186,8 @@ def test_an_encoder_in_a_folder_pools_as_its_files_or_the_option_say(
     assert found == sorted(found, reverse=True)
 
 
-def test_no_more_is_embedded_than_an_encoder_has_positions(tmp_path, documents, tiny_model, encoder):
-    assert run(tmp_path, documents, tiny_model, f"encoder.path={encoder}", "records=30") == 0  # of up to 60 words
+def test_no_more_is_embedded_than_an_encoder_has_positions(join, tmp_path, documents, encoder):
+    assert join(None, documents, f"encoder.path={encoder}", "records=30") == 0  # of up to 60 words
 
 
 @pytest.mark.parametrize(
@@ -199,32 +198,27 @@ def test_no_more_is_embedded_than_an_encoder_has_positions(tmp_path, documents, 
         (["prompts=prompts.yaml"], "prompts"),
         (["class_field=body"], "class_field=body"),
         (["intervals=[100000,200000]"], "intervals"),
-        (["endpoint.model=other"], "nearest: others"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, documents, tiny_model, capsys, monkeypatch, given, error):
+def test_mistakes_are_one_line(join, tmp_path, documents, capsys, monkeypatch, given, error):
     monkeypatch.chdir(tmp_path)
-
-    def reply(request):
-        return embedding_reply(request) if request["model"] == "e" else (404, {"error": {"message": "no such model"}})
-
-    with chat_server(reply, ("e", "others")) as server:
-        assert run(tmp_path, documents, tiny_model, *of_server(server), *given) in (1, 2)
+    with chat_server(embedding_reply, ("e",)) as server:
+        assert join(server, documents, *given) in (1, 2)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert names(line, error)
     assert not (tmp_path / "out").exists()
 
 
-def test_documents_without_an_embedding_are_counted_and_no_reply_becomes_one(tmp_path, documents, tiny_model):
+def test_documents_without_an_embedding_are_counted_and_no_reply_becomes_one(join, tmp_path, documents):
     def reply(request):
         if topic_of(request["input"]) == 3:
             return 400, {"error": {"message": "the input is flagged by moderation"}}
         return embedding_reply(request)
 
     with chat_server(reply, ("e",)) as server:
-        assert run(tmp_path, documents, tiny_model, *of_server(server)) == 1
-        assert run(tmp_path, documents, tiny_model, *of_server(server), "max_failed_share=0.3") == 0
-    report = yaml.safe_load((tmp_path / "out" / "report.yaml").read_text())
+        assert join(server, documents) == 1
+        assert join(server, documents, "max_failed_share=0.3") == 0
+    report = report_of(tmp_path)
     assert report["outcomes"]["refused"] == len(report["without_record"]) == 30
     assert report["stages"] == {"embed": {"requests": 120, "done": 90, "refused": 30}}
     assert 3 not in {topic_of(record["text"]) for record in records_of(tmp_path)}

@@ -22,6 +22,8 @@ CASES = [
     {"prompt": "an essay of 200 words", "type": "Essay", "length": 200},
 ]
 
+NEEDLE = ("needle.text=The key is 7421.", "needle.question=What is the key?", "needle.expected=['7421']")
+
 
 @pytest.fixture
 def cases(tmp_path):
@@ -247,13 +249,8 @@ def test_a_judge_rates_a_needle_by_criteria_beside_the_words_and_ratings_of_a_ch
     judged, tmp_path, tiny_model
 ):
     (tmp_path / "hay.txt").write_text("It rains. " * 400)
-    given = [
-        f"cases={tmp_path / 'hay.txt'}",
-        f"model.path={tiny_model}",
-        "needle.lengths=[100]",
-        "needle.depths=[10,90]",
-    ]
-    given += ["needle.text=The key is 7421.", "needle.question=What is the key?", "needle.expected=['7421']"]
+    given = (f"cases={tmp_path / 'hay.txt'}", f"model.path={tiny_model}", *NEEDLE)
+    given += ("needle.lengths=[100]", "needle.depths=[10,90]")
 
     def rate(request):
         content = request["messages"][0]["content"]
@@ -298,7 +295,8 @@ def test_babilong_is_asked_by_its_published_prompts_and_has_a_table_by_length_an
             assert missing in capsys.readouterr().err
     assert re.fullmatch(r"Read on\.\|E \{context\}\|P\|Facts \dk\.\s*\|Where is Mary\?", asked)
     assert re.fullmatch(r"I\nE\nP\n<context>\nFacts \dk\.\s*\n</context>\nQuestion: Where is Mary\?", last)
-    assert figures["cell qa1 4k"]["right"]["mean"] == 1
+    assert (figures["cell qa1 4k"]["right"]["mean"], figures["cell qa1 4k"]["right_words"]["mean"]) == (1, 1)
+    assert (figures["task qa1"]["right"]["mean"], figures["task qa1"]["right"]["cases"]) == (0.5, 4)
     assert [line.split() for line in printed if line.startswith("qa1 ")] == [["qa1", "0.00", "1.00"]]
 
 
@@ -344,10 +342,10 @@ def test_a_needle_is_asked_for_at_every_length_and_depth(judged, tmp_path, tiny_
         prompt = request["messages"][0]["content"]
         return "It is 7421." if prompt.index("7421") < len(prompt) / 2 else "I do not know."
 
-    given = [f"cases={tmp_path / 'hay.txt'}", f"model.path={tiny_model}", "needle.lengths=[100,900]"]
-    given += ["needle.depths=[0,100]", "needle.text=The key is 7421.", "needle.question=What is the key?"]
+    given = (f"cases={tmp_path / 'hay.txt'}", f"model.path={tiny_model}", *NEEDLE)
+    given += ("needle.lengths=[100,900]", "needle.depths=[0,100]")
     with chat_server(model) as server:
-        figures = judged(*given, "needle.expected=['7421']", *_model(server), task="needle")["m"]["figures"]
+        figures = judged(*given, *_model(server), task="needle")["m"]["figures"]
     found = {name: of["found"]["mean"] for name, of in figures.items() if name.startswith("cell")}
     assert found == {f"cell {length} at {depth}%": depth == 0 for length in (100, 900) for depth in (0, 100)}
     cells = {(c["across"], c["down"]): c["score"] for c in _charts(tmp_path / "out")["m: found"]}

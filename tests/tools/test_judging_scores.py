@@ -13,7 +13,7 @@ from verl_ext.tools.endpoint.answer import Unparsable
 from verl_ext.tools.endpoint.quality import DIMENSIONS, read_quality
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.figures import figure, figures, seed_figure
-from verl_ext.tools.judging.recall import BABILong, Needle, NeedleOptions
+from verl_ext.tools.judging.recall import Needle, NeedleOptions
 from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
 from verl_ext.tools.word_count import count_words, length_score
 
@@ -186,21 +186,6 @@ def test_a_needle_stands_between_sentences_at_its_depth(tmp_path, depth, sentenc
     assert Needle("", options).scores(case, "It is BLUE.", []) == {"found": 1.0}
     with refused("cases", "needle.lengths=1000", error=DataError):  # the texts are too short
         list(Needle(str(tmp_path), NeedleOptions(lengths=[1000]), Words()).cases())
-
-
-def test_babilong_is_scored_by_the_published_rule_for_each_task_and_length(tmp_path):
-    for task, size, target in (("qa1", "0k", "kitchen"), ("qa1", "1k", "garden")):
-        (tmp_path / task).mkdir(exist_ok=True)
-        rows = [{"input": "John went to the kitchen.", "question": "Where is John?", "target": target}]
-        (tmp_path / task / f"{size}.json").write_text(json.dumps(rows))
-    task = BABILong(str(tmp_path))
-    cases = list(task.cases())
-    scores = [task.scores(case, "In the kitchen, not outside.", []) for case in cases]
-    found = figures([(task.groups(case), score) for case, score in zip(cases, scores, strict=True)])
-    assert found["cell qa1 0k"]["right"].mean == 1
-    assert found["cell qa1 1k"]["right"].mean == 0
-    assert found["task qa1"]["right"].cases == 2
-    assert found["cell qa1 0k"]["right_words"].mean == 1
 
 
 def test_the_interval_holds_the_mean_and_narrows_with_more_cases():

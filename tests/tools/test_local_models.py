@@ -9,8 +9,8 @@ import pytest
 
 from tests.lib.chat_server import chat_server
 from tests.lib.document_texts import write_lines
-from tests.lib.encoders import records_of, write_encoder
-from tests.lib.synthesized import words
+from tests.lib.encoders import write_encoder
+from tests.lib.synthesized import records_of, synthesized, words
 from tests.lib.tiny_model import write_scripted_model
 from verl_ext.__main__ import main
 from verl_ext.tools.endpoint.client import Client, EndpointOptions, SamplingOptions
@@ -78,9 +78,6 @@ def test_other_requests_go_on_while_a_model_writes_and_its_answer_ends_when_nobo
 def test_documents_are_joined_by_an_encoder_in_a_folder(tmp_path, tiny_model):
     documents = write_lines(tmp_path / "documents.jsonl", [{"text": words(60, i)} for i in range(8)])
     encoder = write_encoder(tmp_path / "encoder", tiny_model)
-    given = [
-        *("synthesize", "task=glm_long_documents", f"sources={{docs:{documents}}}", f"output_dir={tmp_path}/out"),
-        *(f"model.path={tiny_model}", "intervals=[100,200]", f"encoder.path={encoder}"),
-    ]
-    assert main([*map(str, given)]) == 0
-    assert records_of(tmp_path)
+    task, given = "glm_long_documents", ("intervals=[100,200]", f"encoder.path={encoder}")
+    assert synthesized(tmp_path, tiny_model, None, documents, *given, task=task) == 0
+    assert records_of(tmp_path, task)

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from verl_ext.tools.endpoint.answer import DONE, REFUSED, Answer, Unparsable
-from verl_ext.tools.synthesis.agentwrite import cleaned_paragraph, parse_plan, planned_words
 from verl_ext.tools.synthesis.glm_long import parse_pair
 from verl_ext.tools.synthesis.lengths import asked_range, asked_words, mentions_length, range_score
 from verl_ext.tools.synthesis.longalign import parse_questions
-from verl_ext.tools.synthesis.records import refused_in_words
+from verl_ext.tools.synthesis.plans import cleaned_paragraph, parse_plan, planned_words
+from verl_ext.tools.synthesis.replies import refused_in_words
 
 ONE_LENGTH = {
     2000: [

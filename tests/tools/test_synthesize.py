@@ -253,8 +253,7 @@ def test_a_run_is_estimated_without_a_request_near_what_it_asks(synthesize, tmp_
     assert lines[0][0] == lines[1][0] == 2 + 2 + 10  # two plans, two and ten paragraphs
     assert lines[0][3] == lines[1][3]
     assert lines[0][1] - lines[1][1] == 2 * (1400 // 4) + 10 * (7000 * 9 // 20)
-    given = "estimate=true", "scorer.kind=given", "endpoint.base_url=null"
-    assert synthesize(server, source, *given, task="preferences", out="estimated") == 2
+    assert synthesize(None, source, "estimate=true", "scorer.kind=given", task="preferences", out="estimated") == 2
 
 
 def test_a_number_of_records_is_drawn_where_the_intervals_together_have_it(synthesize, tmp_path, capsys):

@@ -3,12 +3,14 @@
 import json
 import random
 import signal
+import sqlite3
 
 import pytest
 
 from tests.lib.chat_server import chat_server
 from tests.lib.ranks import forked
 from verl_ext.__main__ import main
+from verl_ext.cache import fingerprint
 from verl_ext.tools.endpoint.store import Store
 
 pytestmark = pytest.mark.slow
@@ -22,15 +24,21 @@ DOCUMENTS = [
     {"text": " ".join(f"w{random.Random(number).randrange(120)} w{(number * place) % 120}" for place in range(200))}
     for number in range(8)
 ]
-CASES = {
-    "parallel paragraphs": ("agentwrite", CHATS, ["paragraphs=parallel"]),
-    "logs that a model selects": ("agentwrite", CHATS, ["select=200", "languages=[en]", "paragraphs=both"]),
+CASES = {  # task, records, options, and the fingerprint of the keys of the answers, by which paid ones are found
+    "parallel paragraphs": ("agentwrite", CHATS, ["paragraphs=parallel"], "4301fbb6"),
+    "logs that a model selects": ("agentwrite", CHATS, ["select=200", "languages=[en]", "paragraphs=both"], "319fea6b"),
     "ways, grounded": (
         "glm_long",
         DOCUMENTS,
         ["ways={chunk:1,chunks:2,summary:1}", "grounded=true", "questions=2", "window=128"],
+        "0122ba69",
     ),
-    "published, a number of records": ("longalign", DOCUMENTS, ["prompts=published", "records=6", "questions=2"]),
+    "published, a number of records": (
+        "longalign",
+        DOCUMENTS,
+        ["prompts=published", "records=6", "questions=2"],
+        "0ed1b18b",
+    ),
 }
 
 
@@ -52,7 +60,7 @@ def reply_to(request):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_that_was_killed_asks_for_what_is_missing_and_writes_the_same_records(case, tmp_path, tiny_model):
-    task, records, given = CASES[case]
+    task, records, given, keys = CASES[case]
     source = tmp_path / "source.jsonl"
     source.write_text("".join(json.dumps(record) + "\n" for record in records))
     running, kill_at = [], 6
@@ -89,6 +97,8 @@ def test_a_run_that_was_killed_asks_for_what_is_missing_and_writes_the_same_reco
         assert main(options("whole")) == 0
         whole = len(server.requests) - before - again
     assert again == whole - paid
+    with sqlite3.connect(f"{tmp_path}/whole.answers.sqlite") as database:
+        assert fingerprint(database.execute("SELECT key FROM answers ORDER BY key").fetchall(), digits=8) == keys
     texts = [(tmp_path / out / f"{task}.jsonl").read_text() for out in ("killed", "whole")]
     assert texts[0] == texts[1]
     assert len(texts[0].splitlines()) >= 6

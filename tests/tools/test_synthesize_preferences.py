@@ -11,12 +11,13 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassificat
 from tests.lib.chat_server import chat_server, completion
 from tests.lib.document_texts import write_lines
 from tests.lib.errors import names, refused
+from tests.lib.synthesized import records_of as synthesized_records
 from tests.lib.synthesized import report_of
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.tools.endpoint.quality import DIMENSIONS
 from verl_ext.tools.synthesis.asked_prompts import asked_prompt
-from verl_ext.tools.synthesis.options import AnswerPairOptions
+from verl_ext.tools.synthesis.preferences import AnswerPairOptions
 from verl_ext.tools.word_count import length_score
 
 pytestmark = pytest.mark.slow
@@ -30,8 +31,7 @@ def choose(synthesize):
 QUESTIONS = [f"question {n} about w{n}" for n in range(6)]
 
 
-def records_of(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "out" / "preferences.jsonl").read_text().splitlines()]
+records_of = partial(synthesized_records, task="preferences")
 
 
 def answer_to(request):
@@ -127,18 +127,9 @@ def test_length_and_quality_make_the_score_of_a_text(choose, tmp_path):
 @pytest.fixture
 def reward_model(tmp_path, tiny_model):
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=128,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_labels=1,
-        pad_token_id=0,
-    )
-    Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "reward")
+    sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1, "pad_token_id": 0}
+    Qwen3ForSequenceClassification(Qwen3Config(**sizes, **heads)).save_pretrained(tmp_path / "reward")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "reward")
     return tmp_path / "reward"
 
@@ -194,16 +185,8 @@ def test_scores_of_the_records_need_no_server_and_ties_make_no_pair(choose, tmp_
         return {"prompt": "q", "answers": [{"answer": f"a{n}", "score": s} for n, s in enumerate(scores)]}
 
     source = write_lines(tmp_path / "s.jsonl", [scored(1, 3, 2), scored(2, 2), scored(5, 4.5), scored(1)])
-    options = [
-        "scorer.kind=given",
-        "min_gap=1",
-        "near_duplicates=null",
-        "endpoint.base_url=null",
-        "endpoint.model=null",
-    ]
-    with chat_server(judge) as server:
-        assert choose(server, source, *options) == 0
-        assert not server.requests
+    options = ["scorer.kind=given", "min_gap=1", "near_duplicates=null"]
+    assert choose(None, source, *options) == 0
     (record,) = records_of(tmp_path)
     assert (record["chosen"][0]["content"], record["rejected"][0]["content"]) == ("a1", "a0")
     assert report_of(tmp_path)["outcomes"] == {"done": 1, "tie": 2, "few_answers": 1}
@@ -211,8 +194,7 @@ def test_scores_of_the_records_need_no_server_and_ties_make_no_pair(choose, tmp_
     # An empty answer is none, whatever its score.
     answers = [{"answer": text, "score": score} for text, score in ((" ", 9), ("good", 2), ("bad", 1))]
     source = write_lines(tmp_path / "s.jsonl", [{"prompt": "q", "answers": answers}])
-    with chat_server(judge) as server:
-        assert choose(server, source, *options, "overwrite=true") == 0
+    assert choose(None, source, *options, "overwrite=true") == 0
     (record,) = records_of(tmp_path)
     assert (record["chosen"][0]["content"], record["rejected"][0]["content"]) == ("good", "bad")
     assert report_of(tmp_path)["preferences"]["answers_left_out"] == {"empty": 1}
@@ -260,6 +242,8 @@ def test_answers_that_cannot_be_used_are_left_out_and_counted(choose, tmp_path):
     report = report_of(tmp_path)
     assert report["preferences"]["answers_left_out"] == {"contaminated": 1, "cut": 5, "equal": 1, "refused": 1}
     assert report["outcomes"] == {"done": 2, "cut": 1}
+    assert report["stages"]["answer"]["requests"] == 12
+    assert report["spent_without_record"] == {"cut": {"items": 1, "tokens": 4 * 15}}
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from verl_ext.cache import fingerprint
 from verl_ext.options import DataError, Options, UsageError, first_line, must, nearest_hint, one_line, option
@@ -38,6 +38,7 @@ from verl_ext.tools.endpoint.answer import (
     answer_from_embedding,
     with_embedding,
 )
+from verl_ext.tools.endpoint.price import Price, read_price
 from verl_ext.tools.endpoint.store import Store
 
 BODIES_TRIED = 3  # most replies with status 200 that cannot be read, for example from a proxy
@@ -56,6 +57,7 @@ _BAD_SCHEMA = re.compile(r"status (400|422):.*(response_?format|schema|structure
 _BAD_FIELD = re.compile(r"unsupported|not supported|unknown|unrecognized|invalid.{0,20}param", re.IGNORECASE)
 
 Messages = Sequence[Mapping[str, Any]]
+AnswerT = TypeVar("AnswerT")
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,10 @@ class EndpointOptions(Options):
         if not re.fullmatch(r"[A-Za-z_]\w*", self.key_variable) or self.key_variable.startswith("sk-"):
             yield must(f"{self.prefix}.key_variable", "be the name of an environment variable", "something else")
 
+    def read_price(self) -> Price | None:
+        """Return the price of the model, if there is a file of prices; raise UsageError for a mistake in it."""
+        return None if self.prices is None else read_price(self.prices, self.model, f"{self.prefix}.prices")
+
 
 @dataclass(frozen=True)
 class SamplingOptions(Options):
@@ -125,7 +131,7 @@ class Client:
     """
 
     def __init__(self, options: EndpointOptions, store: Store) -> None:
-        self.options, self.store = options, store
+        self.options, self.store, self.price = options, store, options.read_price()
         self.usage = Usage()
         self.requests = self.retries = self.from_store = 0
         self.asked: Counter[str] = Counter()
@@ -372,6 +378,17 @@ class Client:
         key = os.environ.get(self.options.key_variable)
         text = text.replace(key, "***") if key else text
         return redacted_text(one_line(text[:500]))
+
+
+async def all_of(asked: Iterable[Coroutine[Any, Any, AnswerT]]) -> list[AnswerT]:
+    """Return the results of coroutines that run at once; if one raises, the others end first."""
+    tasks = [asyncio.ensure_future(each) for each in asked]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _cause(error: BaseException) -> str:

@@ -5,10 +5,9 @@ and the three shots, never the document. The paper shuffles the shots and rates 
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from importlib import resources
 from typing import Any, ClassVar
 
 from verl_ext.options import DataError, Options, option
@@ -34,11 +33,19 @@ class ChatBenchOptions(Options):
         None, "maximum tokens of a prompt, cut in its middle; published figures: 64,000; null: no limit", least=2
     )
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether prompts are cut by tokens."""
+        return self.max_prompt_tokens is not None
+
 
 class LongBenchChat(Task):
     """Questions about long documents, rated beside three rated answers."""
 
     options: ChatBenchOptions
+    node: ClassVar[str] = "chat"
+    needed: ClassVar[Mapping[str, str]] = {"shots": "be the benchmark's few_shots.json"}
+    prompt_file: ClassVar[str] = "chat.txt"
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=1.0, max_tokens=1024)
     asks_judge: ClassVar[bool] = True
     worst: ClassVar[Any] = 1.0
@@ -72,10 +79,6 @@ class LongBenchChat(Task):
         """Return the language of the question and, if the cases name it, the length of the text."""
         length = {"length": case.facts["length"]} if "length" in case.facts else {}
         return {"language": language_of(case.facts["query"]), **length}
-
-    def own_prompt(self) -> str:
-        """Return our own prompt for the judge."""
-        return resources.files("verl_ext.tools.judging").joinpath("prompts/chat.txt").read_text(encoding="utf-8")
 
     def questions(self, case: Case, answer: str) -> list[Messages]:
         """Return `ratings` requests; case and number determine the shots' order."""

@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,14 +15,16 @@ from verl_ext.options import REQUIRED, DataError, must, option
 from verl_ext.overrides import quoted
 from verl_ext.text.tokens.tokenizer import ModelOptions, load_tokenizer
 from verl_ext.tools.endpoint.client import Client, EndpointOptions
-from verl_ext.tools.endpoint.spending import read_price, spent
+from verl_ext.tools.endpoint.spending import spent
 from verl_ext.tools.endpoint.store import Store
 from verl_ext.tools.judging.chat import ChatBenchOptions, LongBenchChat
 from verl_ext.tools.judging.eval_prompts import EvalOptions, EvalPrompts
+from verl_ext.tools.judging.figures import as_facts
 from verl_ext.tools.judging.page import write_judged
 from verl_ext.tools.judging.recall import BABILong, BABILongPrompts, Needle, NeedleOptions
 from verl_ext.tools.judging.run import (
-    Judged,
+    RESULTS,
+    JudgedModels,
     cell_tables,
     difference_table,
     differences_of,
@@ -36,7 +38,7 @@ from verl_ext.tools.judging.task import Case, Task
 from verl_ext.tools.judging.under_test import LocalModel, Predictions, model_paths
 from verl_ext.tools.judging.writing import LongBenchWrite, LongWriteRuler
 
-RESULTS, PAGE = "results.json", "page.html"
+PAGE = "page.html"
 TASKS: dict[str, type[Task]] = {
     "longbench_write": LongBenchWrite,
     "longwrite_ruler": LongWriteRuler,
@@ -104,9 +106,10 @@ class JudgeOptions(OutputOptions):
             yield from self.judge.endpoint_problems()
         if self.judge_prompt is not None and not Path(self.judge_prompt).is_file():
             yield must("judge_prompt", "be an existing file", self.judge_prompt)
-        if self.task == "longbench_chat" and self.chat.shots is None:
-            yield must("chat.shots", "be the benchmark's few_shots.json", "nothing")
-        if self.task == "needle" or (self.task == "longbench_chat" and self.chat.max_prompt_tokens):
+        for name, needed in TASKS[self.task].needed.items():
+            if getattr(self.of_task, name) is None:
+                yield must(f"{self.of_task.prefix}.{name}", needed, "nothing")
+        if self.counts_tokens:
             yield from self.model.tokenizer_problems()
         if not os.path.exists(self.cases):
             yield must("cases", "be a file or a folder of yours, none is shipped", self.cases)
@@ -115,21 +118,27 @@ class JudgeOptions(OutputOptions):
             if names.count(name) > 1 or ("/" in name and name != self.endpoint.model):
                 yield must("models and predictions", "have names of their own, without a slash", name)
 
+    @property
+    def of_task(self) -> Any:
+        """The benchmark's own options; None if it has none."""
+        return getattr(self, TASKS[self.task].node, None)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether lengths or limits in tokens need a tokenizer."""
+        return getattr(self.of_task, "counts_tokens", False)
+
 
 def judge(options: JudgeOptions) -> str:
     """Ask, judge and write; return the table of all cases.
 
     Raises UsageError; DataError, also if more than `max_failed` of a model's cases lack scores. Messages have one line.
     """
-    kind = TASKS[options.task]
     for endpoint in (options.endpoint, options.judge):  # a mistake in the prices ends the run before any request
         if endpoint.base_url:
-            read_price(endpoint)
-    counts_tokens = options.model.tokenizer and options.task in ("needle", "longbench_chat")
-    of_tasks = {"needle": options.needle, "longbench_chat": options.chat, "babilong": options.babilong}
-    own = {**of_tasks, "prompts": options.eval}.get(options.task)
-    tokenizer = load_tokenizer(options.model) if counts_tokens else None
-    task = kind(options.cases, own, tokenizer, options.judge_prompt)
+            endpoint.read_price()
+    tokenizer = load_tokenizer(options.model) if options.counts_tokens else None
+    task = TASKS[options.task](options.cases, options.of_task, tokenizer, options.judge_prompt)
     cases = list(islice(task.cases(), options.limit))
     # The store lies beside the output, so the answers that were paid for survive a run that writes no output.
     with Store(options.store or f"{options.output_dir}.store", "store") as store:
@@ -139,11 +148,8 @@ def judge(options: JudgeOptions) -> str:
         for name, rows in judged.items():
             write_model(folder.path / name.replace("/", "_"), task, rows)
         facts = {"task": options.task, "cases": len(cases), "judge": options.judge.model}
-        of_pairs = {
-            pair: {group: {s: asdict(each) for s, each in of.items()} for group, of in groups.items()}
-            for pair, groups in differences.items()
-        }
-        write_json(folder.path / RESULTS, {**facts, "models": results(judged, figures), "differences": of_pairs})
+        pairs = {pair: as_facts(of_pair) for pair, of_pair in differences.items()}
+        write_json(folder.path / RESULTS, {**facts, "models": results(judged, figures), "differences": pairs})
         write_judged(folder.path / PAGE, f"verl-ext judge {options.task}", task, judged, figures, differences)
         folder.publish()
     told = filter(None, [table(judged, figures), difference_table(differences), cell_tables(judged, task)])
@@ -164,7 +170,7 @@ def judge(options: JudgeOptions) -> str:
 
 async def _judged(
     options: JudgeOptions, task: Task, cases: Sequence[Case], store: Store
-) -> tuple[Mapping[str, Sequence[Judged]], list[str]]:
+) -> tuple[JudgedModels, list[str]]:
     """Return each model's judged cases, and lines about requests and costs."""
     given: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_tokens}
     sampling = replace(task.sampling, seed=options.seed, **{k: v for k, v in given.items() if v is not None})
@@ -173,19 +179,17 @@ async def _judged(
         models[name] = Predictions(path, f"predictions.{name}")
     for name, path in model_paths(options.models, "models").items():
         models[name] = LocalModel(path, store, f"models.{name}")
-    if options.endpoint.base_url:
-        models[str(options.endpoint.model)] = Client(options.endpoint, store)
-    judged, costs = {}, []
+    served = {str(options.endpoint.model): Client(options.endpoint, store)} if options.endpoint.base_url else {}
+    judged = {}
     async with AsyncExitStack() as stack:
         asks_judge = options.judge.base_url and task.asks_judge
         judge = await stack.enter_async_context(Client(options.judge, store)) if asks_judge else None
-        judge_asked = [(judge, read_price(options.judge))] if judge else []
-        for name, model in models.items():
-            asked = [(model, read_price(options.endpoint))] if isinstance(model, Client) else []
+        for name, model in {**models, **served}.items():
+            clients = [client for client in (served.get(name), judge) if client is not None]
             async with model:
-                judged[name] = await judge_model(name, task, cases, model, sampling, judge, [*asked, *judge_asked])
-            costs += [f"{name}: {spent(*each)}" for each in asked]
-        costs += [f"judge {options.judge.model}: {spent(*each)}" for each in judge_asked]
+                judged[name] = await judge_model(name, task, cases, model, sampling, judge, clients)
+    costs = [f"{name}: {spent(client)}" for name, client in served.items()]
+    costs += [f"judge {options.judge.model}: {spent(judge)}"] if judge else []
     return judged, costs
 
 

@@ -34,6 +34,7 @@ class EvalPrompts(Task):
     """Chats, whose last answer is expected."""
 
     options: EvalOptions
+    node: ClassVar[str] = "eval"
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=256)
     headlines: ClassVar[tuple[str, ...]] = ("score",)
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,15 @@ class Figure:
     cases: int
 
 
-def figure(values: Sequence[float], seed: int = 0) -> Figure:
+FiguresByGroup = Mapping[str, Mapping[str, Figure]]  # of each score by group, or of each group by model
+
+
+def as_facts(figures: FiguresByGroup) -> dict[str, dict[str, Any]]:
+    """Return figures as they are written to JSON."""
+    return {group: {name: asdict(each) for name, each in of_group.items()} for group, of_group in figures.items()}
+
+
+def figure(values: Sequence[float]) -> Figure:
     """Return a mean and its 95 % interval from `RESAMPLES` bootstrap samples.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
@@ -35,7 +44,7 @@ def figure(values: Sequence[float], seed: int = 0) -> Figure:
     array = np.asarray(values, np.float64)
     if len(array) < 2:
         return Figure(float(array.mean()), None, None, len(array))
-    drawn = np.random.default_rng(seed).integers(0, len(array), (RESAMPLES, len(array)))
+    drawn = np.random.default_rng(0).integers(0, len(array), (RESAMPLES, len(array)))
     low, high = np.percentile(array[drawn].mean(axis=1), [2.5, 97.5])
     return Figure(float(array.mean()), float(low), float(high), len(array))
 
@@ -55,7 +64,7 @@ def seed_figure(means: Sequence[float]) -> Figure:
     return Figure(mean, mean - half, mean + half, count)
 
 
-def figures(rows: Iterable[tuple[Mapping[str, str], Scores]], seed: int = 0) -> dict[str, dict[str, Figure]]:
+def figures(rows: Iterable[tuple[Mapping[str, str], Scores]]) -> dict[str, dict[str, Figure]]:
     """Return {group: {score: figure}}, groups being "all" and "kind name".
 
     rows: the groups of each case by kind, and its scores. No mean includes a score of None.
@@ -67,6 +76,4 @@ def figures(rows: Iterable[tuple[Mapping[str, str], Scores]], seed: int = 0) -> 
             for name, score in scores.items():
                 if score is not None:
                     of_group.setdefault(name, []).append(score)
-    return {
-        group: {name: figure(scores, seed) for name, scores in of_group.items()} for group, of_group in values.items()
-    }
+    return {group: {name: figure(scores) for name, scores in of_group.items()} for group, of_group in values.items()}

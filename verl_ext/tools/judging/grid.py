@@ -6,7 +6,7 @@ judged (seed 2)  results.json ──► means, differences to `base` ──┴�
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,10 +14,10 @@ from verl_ext.commands.command_line import OutputOptions, command
 from verl_ext.files import OutputFolder, write_json
 from verl_ext.options import REQUIRED, DataError, must, option
 from verl_ext.tables import as_text, pivot
-from verl_ext.tools.judging.figures import Figure, seed_figure
-from verl_ext.tools.judging.run import shown
+from verl_ext.tools.judging.figures import FiguresByGroup, as_facts, seed_figure
+from verl_ext.tools.judging.run import RESULTS, shown
 
-GRID, RESULTS = "grid.json", "results.json"
+GRID = "grid.json"
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,7 @@ def grid(options: GridOptions) -> str:
     less = [_less(each, base, folder) for each, folder in zip(judged, options.judged, strict=True)]
     figures, differences = _figures(seeds), _figures(less)
     with OutputFolder(options.output_dir, options.overwrite) as folder:
-        tables = (("models", figures), (f"differences to {base}", differences))
-        facts = {
-            name: {model: {group: asdict(figure) for group, figure in of.items()} for model, of in table.items()}
-            for name, table in tables
-        }
+        facts = {"models": as_facts(figures), f"differences to {base}": as_facts(differences)}
         write_json(folder.path / GRID, {"score": options.score, "judged": options.judged, **facts})
         folder.publish()
     about = f"{options.score}: means over {len(seeds)} seeds, 95 % t intervals over the seeds"
@@ -132,7 +128,7 @@ def _less(judged: Judgement, base: str, folder: str) -> Means:
     return found
 
 
-def _figures(seeds: Sequence[Means]) -> dict[str, dict[str, Figure]]:
+def _figures(seeds: Sequence[Means]) -> FiguresByGroup:
     """Return {model: {group: the figure of its means over the seeds that have it}}."""
     values: dict[str, dict[str, list[float]]] = {}
     for seed in seeds:
@@ -142,7 +138,7 @@ def _figures(seeds: Sequence[Means]) -> dict[str, dict[str, Figure]]:
     return {model: {group: seed_figure(means) for group, means in of.items()} for model, of in values.items()}
 
 
-def _table(corner: str, figures: Mapping[str, Mapping[str, Figure]]) -> str:
+def _table(corner: str, figures: FiguresByGroup) -> str:
     """Return a row of cells for each model, without groups that hold all cases of every model."""
     cells: dict[tuple[str, str], Any] = {}
     for group in dict.fromkeys(group for of in figures.values() for group in of):

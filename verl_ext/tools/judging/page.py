@@ -1,6 +1,6 @@
 """The page of a judgement: figures, tables, and every case's texts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,11 @@ from rich.text import Text
 from verl_ext.options import one_line
 from verl_ext.tables import pivot
 from verl_ext.tools.judging.figures import Figure
-from verl_ext.tools.judging.run import Judged, difference_table, shown, table
+from verl_ext.tools.judging.run import FiguresOfModels, Judged, JudgedModels, difference_table, shown, table
 from verl_ext.tools.judging.task import Task
 from verl_ext.tools.page import Chart, heat_map, interval_chart, scatter_chart, write_page
 
 PROMPT_ENDS = 600  # characters that a case shows of each end of its prompt
-
-FiguresOfModels = Mapping[str, Mapping[str, Mapping[str, Figure]]]
-JudgedModels = Mapping[str, Sequence[Judged]]
 
 
 def write_judged(
@@ -27,15 +24,12 @@ def write_judged(
     task: Task,
     judged: JudgedModels,
     figures: FiguresOfModels,
-    differences: FiguresOfModels | None = None,
+    differences: FiguresOfModels,
 ) -> None:
-    """Write the page; without vl-convert, a note replaces the figures.
-
-    differences: those of pairs of models, which get a table.
-    """
+    """Write the page; without vl-convert, a note replaces the figures."""
     has_figures = find_spec("vl_convert") is not None
     parts: list[RenderableType] = [Text(table(judged, figures)), *_group_tables(task, judged, figures)]
-    if of_pairs := difference_table(differences or {}):
+    if of_pairs := difference_table(differences):
         parts.insert(1, Text(of_pairs))
     if not has_figures:
         parts.insert(0, Text("Figures need vl-convert-python: pip install 'verl-ext[show]'", "yellow"))

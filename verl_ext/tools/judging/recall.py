@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +28,7 @@ class NeedleOptions(Options):
     """The options of a needle in a haystack."""
 
     prefix: ClassVar[str] = "needle"
+    counts_tokens: ClassVar[bool] = True
 
     text: str | None = option(None, "sentence to hide; null: the published one, about San Francisco")
     question: str | None = option(None, "question that the sentence answers; null: the published one")
@@ -62,6 +62,8 @@ class Needle(Task):
     """A sentence hidden in a long text, found by a question."""
 
     options: NeedleOptions
+    node: ClassVar[str] = "needle"
+    prompt_file: ClassVar[str] = "needle.txt"
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=128)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
     asks_judge: ClassVar[bool] = True
@@ -101,10 +103,6 @@ class Needle(Task):
         given = self.options.published
         parts = {"$QUESTION$": str(given.question), "$REFERENCE$": str(given.text), "$ANSWER$": answer}
         return [[{"role": "user", "content": self.filled(parts)}]]
-
-    def own_prompt(self) -> str:
-        """Return our own prompt for the judge."""
-        return resources.files("verl_ext.tools.judging").joinpath("prompts/needle.txt").read_text(encoding="utf-8")
 
     def verdict(self, text: str) -> float:
         """Return the rating from 1 to 10, also a bare number, as the published prompt asks for."""
@@ -172,6 +170,7 @@ class BABILong(Task):
     """BABILong's questions, scored by the published rule and a corrected one."""
 
     options: BABILongPrompts | None
+    node: ClassVar[str] = "babilong"
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=20)
     headlines: ClassVar[tuple[str, ...]] = ("right",)
     heat_map: ClassVar[tuple[str, str, str] | None] = ("length", "task", "right")

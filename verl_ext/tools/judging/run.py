@@ -1,9 +1,8 @@
 """A benchmark over models: answers, verdicts, scores, and files."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,12 +10,12 @@ from typing import Any
 from verl_ext.files import json_lines
 from verl_ext.tables import as_text, pivot
 from verl_ext.tools.endpoint.answer import Answer
-from verl_ext.tools.endpoint.client import Client, SamplingOptions
-from verl_ext.tools.endpoint.spending import Price, QuestionProgress
-from verl_ext.tools.judging.figures import Figure, figures
+from verl_ext.tools.endpoint.client import Client, SamplingOptions, all_of
+from verl_ext.tools.endpoint.spending import QuestionProgress
+from verl_ext.tools.judging.figures import Figure, FiguresByGroup, as_facts, figures
 from verl_ext.tools.judging.task import Case, Scores, Task
 
-ANSWERS, PREDICTIONS = "answers.jsonl", "pred.jsonl"
+RESULTS, ANSWERS, PREDICTIONS = "results.json", "answers.jsonl", "pred.jsonl"
 TRIES = 5  # most requests for a verdict until one can be read, as in LongWriter and LongAlign
 
 
@@ -46,6 +45,10 @@ class Judged:
         return {**facts, **about, "judge": verdicts, "scores": self.scores}
 
 
+JudgedModels = Mapping[str, Sequence[Judged]]
+FiguresOfModels = Mapping[str, FiguresByGroup]
+
+
 async def judge_model(
     name: str,
     task: Task,
@@ -53,7 +56,7 @@ async def judge_model(
     model: Any,
     sampling: SamplingOptions,
     judge: Client | None,
-    asked: Sequence[tuple[Client, Price | None]] = (),
+    clients: Sequence[Client] = (),
 ) -> list[Judged]:
     """Ask a model about every case, and the judge about every answer.
 
@@ -64,10 +67,10 @@ async def judge_model(
         model: a Client, LocalModel or Predictions.
         sampling: how the model draws its answers.
         judge: the client that gives verdicts; None if there is no judge.
-        asked: the clients among `model` and `judge` with their prices, for the progress bar.
+        clients: those of `model` and `judge` that are clients, for the progress bar.
     """
     # All cases start at once; each client limits its own requests, and a case's verdicts need not wait for other cases.
-    with QuestionProgress(asked, len(cases), f"judge {name}") as bar:
+    with QuestionProgress(clients, len(cases), f"judge {name}") as bar:
 
         async def judged(case: Case) -> Judged:
             messages = case.messages or [{"role": "user", "content": case.prompt}]
@@ -84,21 +87,13 @@ async def judge_model(
                         judge.ask(case.name, f"judge/{number}", question, task.judge_sampling, **rule)
                         for number, question in enumerate(questions)
                     )
-                    verdicts = list(await asyncio.gather(*asked))
+                    verdicts = await all_of(asked)
                     parsed = [verdict.parsed if verdict.is_done else None for verdict in verdicts]
                 scores = task.scores(case, text, parsed)
             bar.item_done()
             return Judged(case, answer, verdicts, scores)
 
-        tasks = [asyncio.create_task(judged(case)) for case in cases]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            # The other cases stop first, so that none of them writes to a store that has closed.
-            for waiting in tasks:
-                waiting.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        return await all_of(judged(case) for case in cases)
 
 
 def write_model(folder: Path, task: Task, judged: Sequence[Judged]) -> None:
@@ -116,7 +111,7 @@ def _write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, dict[str, dict[str, Figure]]]:
+def figures_of(judged: JudgedModels, task: Task) -> FiguresOfModels:
     """Return {model: {group: {score: its figure}}}."""
     return {
         name: figures((task.groups(row.case), row.scores) for row in rows if row.scores)
@@ -124,7 +119,7 @@ def figures_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, 
     }
 
 
-def differences_of(judged: Mapping[str, Sequence[Judged]], task: Task) -> dict[str, dict[str, dict[str, Figure]]]:
+def differences_of(judged: JudgedModels, task: Task) -> FiguresOfModels:
     """Return {"OTHER - FIRST": {group: {score: the figure of its differences}}} over the cases that both models have.
 
     The interval is that of differences of the same cases, which is narrower than the two models' own if easy cases are
@@ -142,27 +137,27 @@ def _less(one: Judged, other: Judged) -> Scores:
     return {name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()}  # type: ignore[operator]
 
 
-def results(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> dict[str, Any]:
+def results(judged: JudgedModels, figures: FiguresOfModels) -> dict[str, Any]:
     """Return each model's figures, outcomes, and sums if scores are complete."""
     by_model = {}
     for name, rows in judged.items():
         complete = all(row.scores and None not in row.scores.values() for row in rows)
         scores = rows[0].scores if complete else ()
         by_model[name] = {
-            "figures": {group: {s: asdict(figure) for s, figure in of.items()} for group, of in figures[name].items()},
+            "figures": as_facts(figures[name]),
             "outcomes": dict(Counter(row.outcome for row in rows)),
             "sums": {score: sum(float(row.scores[score] or 0) for row in rows) for score in scores},
         }
     return by_model
 
 
-def difference_table(differences: Mapping[str, Any]) -> str:
+def difference_table(differences: FiguresOfModels) -> str:
     """Return a table of the differences between models over all cases; "" without any."""
     cells = {(score, pair): shown(figure) for pair, of in differences.items() for score, figure in of["all"].items()}
     return as_text(pivot("difference", cells)) if cells else ""
 
 
-def cell_tables(judged: Mapping[str, Sequence[Judged]], task: Task) -> str:
+def cell_tables(judged: JudgedModels, task: Task) -> str:
     """Return each model's means by the two kinds of groups of a heat map; "" without one."""
     if task.heat_map is None:
         return ""
@@ -178,7 +173,7 @@ def cell_tables(judged: Mapping[str, Sequence[Judged]], task: Task) -> str:
     return "\n\n".join(tables)
 
 
-def table(judged: Mapping[str, Sequence[Judged]], figures: Mapping[str, Any]) -> str:
+def table(judged: JudgedModels, figures: FiguresOfModels) -> str:
     """Return a table of scores and outcomes by model, over all cases."""
     cells: dict[tuple[str, str], str] = {}
     for model, by_group in figures.items():

@@ -9,6 +9,7 @@ A benchmark defines these steps in a subclass of :class:`Task`; :mod:`verl_ext.t
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +44,9 @@ class Task:
     """The base class of benchmarks, which define questions and scores.
 
     Attributes:
+        node: the option of the command that holds the benchmark's own options; "" if it has none.
+        needed: those of its own options that must be given, and what they must be.
+        prompt_file: our own prompt for the judge, in the folder prompts.
         sampling: how the model under test draws its answers, as published.
         judge_sampling: how the judge draws its verdicts, as published.
         asks_judge: whether a judge reads answers; else a rule scores them.
@@ -54,6 +58,9 @@ class Task:
         against: a fact of a case and a score in the same unit, drawn as points around the line on which they are equal.
     """
 
+    node: ClassVar[str] = ""
+    needed: ClassVar[Mapping[str, str]] = {}
+    prompt_file: ClassVar[str] = ""
     sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=512)
     judge_sampling: ClassVar[SamplingOptions] = SamplingOptions(temperature=0.0, max_tokens=1024)
     asks_judge: ClassVar[bool] = False
@@ -83,7 +90,8 @@ class Task:
 
     def own_prompt(self) -> str:
         """Return our own prompt for the judge."""
-        raise NotImplementedError
+        folder = resources.files("verl_ext.tools.judging") / "prompts"
+        return (folder / self.prompt_file).read_text(encoding="utf-8")
 
     def cases(self) -> Iterator[Case]:
         """Yield the cases. Raises DataError if the file is not the benchmark's."""

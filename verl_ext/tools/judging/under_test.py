@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import DataError, UsageError, first_line, must
+from verl_ext.options import DataError, UsageError, must
 from verl_ext.text.records.reasoning import decode_answer
 from verl_ext.text.tokenizing import file_facts
 from verl_ext.tools.endpoint.answer import CUT, FAILED, REFUSED, TOO_LONG, Answer, Usage, answer_from_text
 from verl_ext.tools.endpoint.client import Messages, SamplingOptions
+from verl_ext.tools.endpoint.local_model import load_model
 from verl_ext.tools.endpoint.store import Store
 from verl_ext.tools.judging.task import read_rows
 
@@ -98,9 +99,6 @@ class LocalModel:
 
         `__aexit__` removes that. Raises UsageError if the folder is not a chat model.
         """
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         from verl_ext.answers.generation import end_tokens
         from verl_ext.checkpoint.export import export_checkpoint
         from verl_ext.checkpoint.layout import EXPORT, saved_folders
@@ -114,19 +112,14 @@ class LocalModel:
             exported = Path(self._resources.enter_context(tempfile.TemporaryDirectory())) / "model"
             export_checkpoint(str(self.path), str(exported), False, None, "saved", 5.0)
             folder = exported
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        except (OSError, ValueError) as error:
-            needed = "hold a model that transformers loads"
-            raise UsageError(must(self._key, needed, f"{self.path}: {first_line(error)}")) from error
+        self._tokenizer, model = load_model("AutoModelForCausalLM", folder, self._key, "a model", self.path)
         if self._tokenizer.chat_template is None:
             raise UsageError(f"{self._key} must have a chat template, by which it is asked; {self.path} has none")
         # Answers end where the model was trained to end a turn, or where its own config says so.
         own = model.generation_config.eos_token_id
         template = ChatTemplate(self._tokenizer, None, {})
         self._ends = end_tokens(self._tokenizer, template.turn_ends, *(own if isinstance(own, list) else [own]))
-        self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = model
 
 
 class Predictions:

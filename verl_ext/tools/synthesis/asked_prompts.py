@@ -17,6 +17,14 @@ from verl_ext.text.records.tool_calls import tool_list
 
 
 @dataclass(frozen=True)
+class ScoredAnswer:
+    """An answer to a prompt, and its score."""
+
+    text: str
+    score: float
+
+
+@dataclass(frozen=True)
 class AskedPrompt:
     """A prompt, and what its record holds beside it.
 
@@ -31,7 +39,7 @@ class AskedPrompt:
     messages: Sequence[Mapping[str, str]]
     question: str
     given: str = ""
-    scored: Sequence[tuple[str, float]] = ()
+    scored: Sequence[ScoredAnswer] = ()
     category: str = ""
 
     @property
@@ -90,13 +98,13 @@ def _question(record: Mapping[str, Any], content: str, question_key: str | None)
     return question
 
 
-def _scored(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    answers, pairs = record.get("answers"), []
+def _scored(record: Mapping[str, Any]) -> list[ScoredAnswer]:
+    answers, scored = record.get("answers"), []
     for each in answers if isinstance(answers, list) else ():
         text, score = (each.get("answer"), each.get("score")) if isinstance(each, Mapping) else (None, None)
         is_text = isinstance(text, str) and not isinstance(score, bool)
         if not is_text or not isinstance(score, (int, float)) or not abs(score) <= sys.float_info.max:  # nor nan
             needed = "be a list of {answer: a text, score: a finite number}"
             raise BadRecord("no_score", must("answers", needed, f"{short_text(text)} with {short_text(score)}"))
-        pairs.append((str(text), float(score)))
-    return pairs
+        scored.append(ScoredAnswer(str(text), float(score)))
+    return scored

@@ -2,13 +2,11 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from verl_ext.options import DataError, must
-from verl_ext.text.read.sources import SourceFile
-from verl_ext.tools.synthesis.items import ItemFields, SourceItem, drawn, read_items
+from verl_ext.tools.synthesis.items import SourceItem, drawn
 from verl_ext.tools.synthesis.overlap import NearDuplicates, Passages
 
 ALL = "all"  # the one group of items whose lengths are not counted
@@ -33,6 +31,20 @@ class Intervals:
         return [str(self.of(edge)) for edge in self.edges[:-1]]
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """How the lengths of items are counted, and over which intervals they are spread.
+
+    Attributes:
+        count: counts the tokens of a text, or the words that it asks for; 0: unknown.
+        shorten: cuts a text that is too long to so many tokens; None: it is left out.
+    """
+
+    intervals: Intervals
+    count: Callable[[str], int]
+    shorten: Callable[[str, int], str] | None = None
+
+
 class Corpus:
     """Items of files by length, read to choose and to ask.
 
@@ -40,26 +52,12 @@ class Corpus:
     the choice does not depend on the order of reading, and a larger choice contains a smaller one.
 
     Args:
-        files: the files of all sources, in order.
-        sources: the names of the sources.
-        fields: the fields of a record that make an item.
-        skip_bad: leave out and count bad records, instead of ending the run.
-        lengths: the intervals and the counter, of tokens or of words asked for (0: unknown); None: all items are one
-            group.
-        truncate: shorten documents that are too long to the end of the last interval, instead of leaving them out.
+        read: yields all items, and counts the records that it leaves out.
+        lengths: their lengths; None: all items are one group.
     """
 
-    def __init__(
-        self,
-        files: Sequence[SourceFile],
-        sources: Sequence[str],
-        fields: ItemFields,
-        skip_bad: bool,
-        lengths: tuple[Intervals, Any] | None,
-        truncate: bool,
-    ) -> None:
-        self._read = (files, sources, fields)
-        self._skip_bad, self._lengths, self._truncate = skip_bad, lengths, truncate
+    def __init__(self, read: Callable[[Counter[str]], Iterator[SourceItem]], lengths: Lengths | None) -> None:
+        self._read, self._lengths = read, lengths
         self.left_out: Counter[str] = Counter()
         self.available: dict[str, int] = {}
         self.chosen: dict[str, set[str]] = {}
@@ -70,7 +68,7 @@ class Corpus:
         An interval with too few gives all of its items, and the others make up for it. Raises DataError if all of them
         together have too few.
         """
-        names = self._lengths[0].names if self._lengths else [ALL]
+        names = self._lengths.intervals.names if self._lengths else [ALL]
         groups: dict[str, list[tuple[int, str]]] = {name: [] for name in names}
         for item, group in self._items(self.left_out):
             if passages.found_in(item.text):
@@ -82,6 +80,11 @@ class Corpus:
         self.available = {group: len(found) for group, found in groups.items()}
         for group, share in _shares(list(self.available.values()), records, list(groups)).items():
             self.chosen[group] = {name for _, name in sorted(groups[group])[:share]}
+        return self.total
+
+    @property
+    def total(self) -> int:
+        """The number of chosen items."""
         return sum(map(len, self.chosen.values()))
 
     def items(self) -> Iterator[SourceItem]:
@@ -93,20 +96,20 @@ class Corpus:
     def _items(self, left_out: Counter[str]) -> Iterator[tuple[SourceItem, str]]:
         """Yield items of right length with their interval; count the others.
 
-        `truncate` shortens longer ones, which `left_out` counts too.
+        `left_out` counts those that are shortened too.
         """
-        for item in read_items(*self._read, left_out, self._skip_bad):
+        for item in self._read(left_out):
             if self._lengths is None:
                 yield item, ALL
                 continue
-            intervals, limit = self._lengths
-            tokens, most = limit.count(item.text), intervals.edges[-1]
-            if tokens > most and self._truncate:
+            intervals, count, shorten = self._lengths.intervals, self._lengths.count, self._lengths.shorten
+            tokens, most = count(item.text), intervals.edges[-1]
+            if tokens > most and shorten is not None:
                 left_out["truncated"] += 1
-                text = limit.shortened(item.text, most)
+                text = shorten(item.text, most)
                 within = [(first, min(end, len(text))) for first, end in item.documents if first < len(text)]
                 item = replace(item, text=text, documents=within)
-                tokens = limit.count(item.text)
+                tokens = count(item.text)
             if group := intervals.of(tokens):
                 yield replace(item, tokens=tokens), group
             else:

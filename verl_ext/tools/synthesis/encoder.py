@@ -11,6 +11,7 @@ from verl_ext.options import Options, UsageError, first_line, must, option
 from verl_ext.text.tokenizing import file_facts
 from verl_ext.tools.endpoint.answer import Answer, answer_from_embedding, with_embedding
 from verl_ext.tools.endpoint.client import EndpointOptions
+from verl_ext.tools.endpoint.local_model import load_model
 from verl_ext.tools.endpoint.store import Store
 
 # The keys of 1_Pooling/config.json of sentence-transformers, and the pooling that each names.
@@ -85,7 +86,7 @@ class LocalEncoder:
             raise UsageError(must("encoder.path", "be a folder with a config.json", self.path))
         self.pooling = options.pooling or self._pooling()
         self._facts = [file_facts([str(self.path)]), self.pooling]
-        self._model: Any = None
+        self._loaded: tuple[Any, Any] | None = None  # tokenizer and model
 
     def _pooling(self) -> str:
         """Return the pooling of sentence-transformers' files, "mean" without them."""
@@ -105,12 +106,6 @@ class LocalEncoder:
             raise UsageError(must("encoder.pooling", f"be given: {pooling} names none of mean, cls, last alone", None))
         return named[0]
 
-    async def __aenter__(self) -> "LocalEncoder":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._model = None
-
     async def embed(self, record: str, text: str) -> Answer:
         """Return a text's stored or new embedding, float32[dimensions] in `Answer.parsed`."""
         key = fingerprint([*self._facts, record, text])
@@ -123,28 +118,16 @@ class LocalEncoder:
     def _vector(self, text: str) -> list[float]:
         import torch
 
-        if self._model is None:
-            self._load()
-        given = self._tokenizer(text, return_tensors="pt", truncation=True, max_length=self._most)
-        inputs = given.to(self._model.device)
+        if self._loaded is None:
+            self._loaded = load_model("AutoModel", self.path, "encoder.path", "a model", self.path)
+        tokenizer, model = self._loaded
+        positions = getattr(model.config, "max_position_embeddings", 1 << 20) - 2  # RoBERTa's positions begin at 2
+        most = min(tokenizer.model_max_length, positions)
+        inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=most).to(model.device)
         with torch.inference_mode():
-            states = self._model(**inputs).last_hidden_state[0].float()
+            states = model(**inputs).last_hidden_state[0].float()
         pooled = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[self.pooling]
         return pooled.tolist()
-
-    def _load(self) -> None:
-        import torch
-        from transformers import AutoModel, AutoTokenizer
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.path)
-            model = AutoModel.from_pretrained(self.path, dtype="auto")
-        except (OSError, ValueError) as error:
-            needed = "hold a model that transformers loads"
-            raise UsageError(must("encoder.path", needed, f"{self.path}: {first_line(error)}")) from error
-        positions = getattr(model.config, "max_position_embeddings", 1 << 20) - 2  # RoBERTa's positions begin at 2
-        self._most = min(self._tokenizer.model_max_length, positions)
-        self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _json(path: Path) -> Any:

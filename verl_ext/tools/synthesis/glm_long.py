@@ -10,20 +10,26 @@ One of three ways is drawn for a document (Zhipu AI, "GLM Long: Scaling Pre-trai
 The record asks the same question about the whole document.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, ClassVar
 
-from verl_ext.tools.endpoint.answer import UNPARSABLE, Answer, Unparsable
-from verl_ext.tools.endpoint.client import Client
+from verl_ext.options import must, option
+from verl_ext.tools.endpoint.answer import UNPARSABLE, Answer, Unparsable, Usage
+from verl_ext.tools.synthesis.estimate import ANSWER, PROMPT
 from verl_ext.tools.synthesis.items import SourceItem, drawn
+from verl_ext.tools.synthesis.options import DocumentOptions, SynthesizeOptions
 from verl_ext.tools.synthesis.prompts import PromptTexts
-from verl_ext.tools.synthesis.records import Result, Settings, json_in, question_and_answer, refused_in_words
+from verl_ext.tools.synthesis.replies import json_in, refused_in_words, yes_or_no
+from verl_ext.tools.synthesis.report import Result
+from verl_ext.tools.synthesis.task import DocumentTask, NoRecord, attempted, usable
 from verl_ext.tools.synthesis.token_lengths import TokenLengths
 from verl_ext.tools.word_count import language_of
 
 WAYS = ("chunk", "chunks", "summary")
-_SUPPORTED = re.compile(r"(?:supported|有依据)[\s*_\"']*[:：][\s*_\"']*(yes|no|是|否)", re.IGNORECASE)
 STRETCHES = 4  # stretches of a text, for a question over several of them
 MOST_STRETCHES = 16  # of a text that consists of more documents than STRETCHES
 _PAIR = re.compile(  # Question: … Answer: …, on one line or several; ### Question 1; Q: … A: …; 问：… 答：…
@@ -79,20 +85,6 @@ def stretches(
     return lengths.characters(item.text, spans)
 
 
-async def ask_of_parts(item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings) -> Result:
-    """Return a document's records, or the reason why it has none."""
-    own, results, has_summary = prompts[language_of(item.text)], [], False
-    for number in range(settings.questions):
-        # A question after the first has a draw and requests of its own; a document is summarized once.
-        again = "" if number == 0 else f"/{number + 1}"
-        way = drawn_way(settings.way_weights, drawn(settings.seed, item.name, f"way{again}"))
-        if way == "summary" and has_summary:
-            continue
-        has_summary |= way == "summary"
-        results.append(await _ask(item, client, own, settings, way, again))
-    return Result.joined(results)
-
-
 def drawn_way(weights: Mapping[str, float], number: int) -> str:
     """Return the way that a 64-bit number draws, in proportion to the weights."""
     ways = [way for way in WAYS if weights.get(way)]
@@ -104,95 +96,131 @@ def drawn_way(weights: Mapping[str, float], number: int) -> str:
 
 def parse_verdict(text: str) -> bool:
     """Return whether a last word of the form `Supported: yes` says so; raise Unparsable without one."""
-    found = _SUPPORTED.findall(text)
+    found = yes_or_no("supported|有依据", text)
     if not found:
         raise Unparsable("the answer has no line of the form `Supported: yes`")
-    return found[-1].lower() in ("yes", "是")
+    return found[-1]
 
 
-async def _grounded(
-    item: SourceItem, client: Client, own: PromptTexts, settings: Settings, stage: str, **parts: str
-) -> tuple[Result | None, list[Answer]]:
-    """Judge a question and its answer by the text that the model had; return why they are left out, if they are."""
-    if not settings.grounded:
-        return None, []
-    message = {"role": "user", "content": own.filled("grounded", **parts)}
-    verdict = await client.ask(item.name, stage, [message], settings.sampling, parse_verdict, settings.parse_tries)
-    if not verdict.is_done:
-        return Result.from_answer(stage, verdict), []
-    if not verdict.parsed:
-        return Result("ungrounded", reason="the model says that the text does not support the answer"), []
-    return None, [verdict]
+@dataclass(frozen=True)
+class GLMLongOptions(DocumentOptions):
+    """Questions about, and summaries of, documents longer than the model's context."""
 
-
-async def _ask(item: SourceItem, client: Client, own: PromptTexts, settings: Settings, way: str, again: str) -> Result:
-    if way == "summary":
-        return await _summary(item, client, own, settings)
-    assert settings.lengths_of is not None
-    number = 1
-    if way == "chunks":
-        number = min(max(STRETCHES, len(item.documents)), MOST_STRETCHES)
-    characters = stretches(item, number, settings.window // number, settings.seed, settings.lengths_of, again)
-    text = "\n\n----------\n\n".join(item.text[begin:end] for begin, end in characters)
-    tasks = own.below("tasks")
-    task = tasks[drawn(settings.seed, item.name, f"task{again}") % len(tasks)]
-    name = "question" if way == "chunk" else "questions_over_parts"
-    content = own.filled(name, text=text, task=own.texts[f"tasks.{task}"])
-    asked = [{"role": "user", "content": content}]
-    answer = await client.ask(item.name, f"{way}{again}", asked, settings.sampling, parse_pair, settings.parse_tries)
-    if not answer.is_done:
-        return Result.from_answer(way, answer)
-    question, reply = answer.parsed
-    if not (answer := refused_in_words(answer, reply)).is_done:
-        return Result.from_answer(way, answer)
-    if settings.passages.found_in(f"{question}\n{reply}"):
-        return Result("contaminated", reason="the question or its answer holds a passage of decontaminate")
-    left_out, verdicts = await _grounded(
-        item, client, own, settings, f"grounded{again}", text=text, question=question, answer=reply
+    window: int = option(
+        12288, "tokens of a document in a request; the model's context needs room for the answer too", least=64
     )
-    if left_out is not None:
-        return left_out
-    facts = {"task": task, "spans": [[0, len(item.text)]], "stretches": [list(span) for span in characters]}
-    content = f"{item.text}\n\n{question}"
-    return question_and_answer(item, f"glm_long_{way}", content, reply, own, [answer, *verdicts], facts)
-
-
-async def _summary(item: SourceItem, client: Client, own: PromptTexts, settings: Settings) -> Result:
-    """Return the record of a summary, read window by window."""
-    assert settings.lengths_of is not None
-    count, answers, text, level = settings.lengths_of, list[Answer](), item.text, 0
-    # Summaries may again be longer than a window, so levels are added until the model can read them at once.
-    while (tokens := count.count(text)) > settings.window:
-        level += 1
-        starts = range(0, tokens, settings.window)
-        spans = count.characters(text, [(start, min(start + settings.window, tokens)) for start in starts])
-        summaries = []
-        for number, (begin, end) in enumerate(spans, start=1):
-            asked = [{"role": "user", "content": own.filled("part", text=text[begin:end])}]
-            part = await client.ask(item.name, f"part/{level}/{number}", asked, settings.sampling)
-            answers.append(refused_in_words(part))
-            if not answers[-1].is_done:
-                return Result.from_answer(f"part {number} of {len(spans)}", answers[-1])
-            summaries.append(answers[-1].text)
-        text = "\n\n".join(summaries)
-        if count.count(text) >= tokens:
-            return Result(UNPARSABLE, reason="the summaries of the parts are as long as the parts")
-    # The record asks about the whole document, although the model has read only the summaries.
-    names = own.below("summaries")
-    name = names[drawn(settings.seed, item.name, "task") % len(names)]
-    instruction = own.texts[f"summaries.{name}"]
-    asked = [{"role": "user", "content": own.filled("whole", text=text, instruction=instruction)}]
-    answers.append(refused_in_words(await client.ask(item.name, "whole", asked, settings.sampling)))
-    if not answers[-1].is_done:
-        return Result.from_answer("whole", answers[-1])
-    if settings.passages.found_in(answers[-1].text):
-        return Result("contaminated", reason="the summary holds a passage of decontaminate")
-    left_out, verdicts = await _grounded(
-        item, client, own, settings, "grounded/whole", text=text, question=instruction, answer=answers[-1].text
+    ways: dict[str, Any] = option(
+        {}, "how often each way of asking is drawn, e.g. {chunk:1,chunks:1,summary:0}; empty: equally often"
     )
-    if left_out is not None:
-        return left_out
-    reply, answers = answers[-1].text, [*answers, *verdicts]
-    facts = {"task": name, "levels": level, "spans": [[0, len(item.text)]]}
-    content = f"{item.text}\n\n{instruction}"
-    return question_and_answer(item, "glm_long_summary", content, reply, own, answers, facts)
+    grounded: bool = option(False, "true: the model judges once more whether its text supports question and answer")
+    questions: int = option(1, "questions kept of a document, whose tokens data.share_prefixes computes once", least=1)
+    estimate: bool = option(False, "true: only estimate the requests, tokens and cost; nothing is asked or written")
+
+    def task_problems(self) -> Iterator[str | None]:
+        """Yield a line for each mistake in the ways of asking too."""
+        yield from super().task_problems()
+        weights = self.ways.values()
+        is_numbers = all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights)
+        if self.ways and (set(self.ways) - set(WAYS) or not is_numbers or not any(weights)):
+            yield must("ways", f"be numbers of at least 0, not all 0, for {', '.join(WAYS)}", self.ways)
+
+    @property
+    def way_weights(self) -> dict[str, float]:
+        """How often each way of asking is drawn."""
+        return self.ways or dict.fromkeys(WAYS, 1.0)
+
+
+class GLMLong(DocumentTask):
+    """Questions about documents, asked over as much of each as the model can read at once."""
+
+    name: ClassVar[str] = "glm_long"
+    options_class: ClassVar[type[SynthesizeOptions]] = GLMLongOptions
+    options: GLMLongOptions
+
+    def requests(self, item: SourceItem) -> Iterator[tuple[float, Usage]]:
+        """Yield the requests of each way, as often as it is drawn."""
+        options = self.options
+        total, read = sum(options.way_weights.values()), min(options.window, item.tokens)
+        for way, weight in options.way_weights.items():
+            times = options.questions * weight / total
+            if way != "summary":
+                yield times, Usage(read + PROMPT, 0, ANSWER)
+            else:  # a document is summarized once
+                times, parts = min(times, 1.0), math.ceil(item.tokens / options.window)
+                read = parts * ANSWER if parts > 1 else item.tokens
+                yield times * (parts if parts > 1 else 0), Usage(item.tokens // parts + PROMPT, 0, ANSWER)
+                yield times, Usage(read + PROMPT, 0, ANSWER)
+            if options.grounded:
+                yield times, Usage(read + PROMPT + ANSWER, 0, ANSWER // 4)
+
+    async def make(self, item: SourceItem) -> Result:
+        """Return a document's records, or the reason why it has none."""
+        options, results, has_summary = self.options, [], False
+        for number in range(options.questions):
+            # A question after the first has a draw and requests of its own; a document is summarized once.
+            again = "" if number == 0 else f"/{number + 1}"
+            way = drawn_way(options.way_weights, drawn(options.seed, item.name, f"way{again}"))
+            if way != "summary":
+                results.append(await attempted(self._asked(item, way, again)))
+            elif not has_summary:
+                results.append(await attempted(self._summarized(item)))
+                has_summary = True
+        return Result.joined(results)
+
+    async def _asked(self, item: SourceItem, way: str, again: str) -> Result:
+        """Return the record of a question over one stretch or several."""
+        options, own = self.options, self.prompts[language_of(item.text)]
+        number = 1 if way == "chunk" else min(max(STRETCHES, len(item.documents)), MOST_STRETCHES)
+        places = stretches(item, number, options.window // number, options.seed, self.tokens, again)
+        text = "\n\n----------\n\n".join(item.text[begin:end] for begin, end in places)
+        tasks = own.below("tasks")
+        task = tasks[drawn(options.seed, item.name, f"task{again}") % len(tasks)]
+        name = "question" if way == "chunk" else "questions_over_parts"
+        content = own.filled(name, text=text, task=own.texts[f"tasks.{task}"])
+        answer = usable(await self.answer(item, f"{way}{again}", content, parse_pair), way)
+        question, reply = answer.parsed
+        usable(refused_in_words(answer, reply), way)
+        self.check_passages(f"{question}\n{reply}", "the question or its answer")
+        judged = await self._grounded(item, own, f"grounded{again}", text=text, question=question, answer=reply)
+        facts = {"document_tokens": item.tokens, "task": task, "spans": [[0, len(item.text)]]}
+        facts["stretches"] = [list(span) for span in places]
+        content = f"{item.text}\n\n{question}"
+        return self.record_of(item, f"glm_long_{way}", content, reply, own, [answer, *judged], facts)
+
+    async def _summarized(self, item: SourceItem) -> Result:
+        """Return the record of a summary, read window by window."""
+        own, window = self.prompts[language_of(item.text)], self.options.window
+        answers, text, level = list[Answer](), item.text, 0
+        # Summaries may again be longer than a window, so levels are added until the model can read them at once.
+        while (tokens := self.tokens.count(text)) > window:
+            level += 1
+            starts = range(0, tokens, window)
+            spans = self.tokens.characters(text, [(start, min(start + window, tokens)) for start in starts])
+            summaries = []
+            for number, (begin, end) in enumerate(spans, start=1):
+                part = await self.answer(item, f"part/{level}/{number}", own.filled("part", text=text[begin:end]))
+                answers.append(usable(part, f"part {number} of {len(spans)}"))
+                summaries.append(part.text)
+            text = "\n\n".join(summaries)
+            if self.tokens.count(text) >= tokens:
+                raise NoRecord(UNPARSABLE, "the summaries of the parts are as long as the parts")
+        # The record asks about the whole document, although the model has read only the summaries.
+        names = own.below("summaries")
+        name = names[drawn(self.options.seed, item.name, "task") % len(names)]
+        instruction = own.texts[f"summaries.{name}"]
+        answer = await self.ask(item, "whole", own.filled("whole", text=text, instruction=instruction))
+        self.check_passages(answer.text, "the summary")
+        parts = {"text": text, "question": instruction, "answer": answer.text}
+        judged = await self._grounded(item, own, "grounded/whole", **parts)
+        facts = {"document_tokens": item.tokens, "task": name, "levels": level, "spans": [[0, len(item.text)]]}
+        content, answers = f"{item.text}\n\n{instruction}", [*answers, answer, *judged]
+        return self.record_of(item, "glm_long_summary", content, answer.text, own, answers, facts)
+
+    async def _grounded(self, item: SourceItem, own: PromptTexts, stage: str, **parts: str) -> list[Answer]:
+        """Judge an answer by the text that the model had; raise NoRecord if that does not support it."""
+        if not self.options.grounded:
+            return []
+        verdict = await self.ask(item, stage, own.filled("grounded", **parts), parse_verdict)
+        if not verdict.parsed:
+            raise NoRecord("ungrounded", "the model says that the text does not support the answer")
+        return [verdict]

@@ -5,7 +5,7 @@ depend neither on the order nor on the number of concurrent requests.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,7 +16,7 @@ from verl_ext.text.read.bad_record import BadRecord, check_characters
 from verl_ext.text.read.readers import TextFile, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.messages import ROLES, MessageReader
-from verl_ext.tools.synthesis.asked_prompts import AskedPrompt, asked_prompt
+from verl_ext.tools.synthesis.asked_prompts import AskedPrompt
 from verl_ext.tools.word_count import language_of
 
 CHATS = ("conversation", "conversations", "messages")  # fields that hold a chat, as in WildChat and ShareGPT
@@ -42,25 +42,8 @@ class SourceItem:
     prompt: AskedPrompt | None = None
 
 
-@dataclass(frozen=True)
-class ItemFields:
-    """The fields of a record that make an item.
-
-    Attributes:
-        text_key: the field with its text.
-        class_field: the field with its class; None: its class is its source.
-        is_prompt: whether the record is a prompt, of messages or in `text_key`.
-        question_key: the field with a prompt's question alone.
-        is_instruction: whether a record may be a chat, whose first user's turn is the text.
-        languages: those of the texts that are used; empty: all.
-    """
-
-    text_key: str
-    class_field: str | None = None
-    is_prompt: bool = False
-    question_key: str | None = None
-    is_instruction: bool = False
-    languages: Sequence[str] = ()
+# Makes the item of a name and a source of a record; None: of another language than those that are used.
+Read = Callable[[Mapping[str, Any], str, str], SourceItem | None]
 
 
 def drawn(seed: int, *facts: str) -> int:
@@ -70,9 +53,9 @@ def drawn(seed: int, *facts: str) -> int:
 
 
 def read_items(
-    files: Iterable[SourceFile], sources: Sequence[str], fields: ItemFields, left_out: Counter[str], skip_bad: bool
+    files: Iterable[SourceFile], sources: Sequence[str], read: Read, skip_bad: bool, left_out: Counter[str]
 ) -> Iterator[SourceItem]:
-    """Yield the items of the files in order; `left_out` counts bad records.
+    """Yield the items of the files in order; `left_out` counts bad records and those of other languages.
 
     Raises `DataError` at the first bad record unless `skip_bad`.
     """
@@ -84,41 +67,36 @@ def read_items(
         if times[name] > 1:  # folders may move and are not in the name, so files in two folders can have one name
             name = f"{name}#{times[name]}"
         for chunk in read_chunks(file):
-            # A bad record counts under one reason and ends here, before anything of it is kept.
             for place, raw in chunk.records:
+                number = place[len(file.path) + 1 :] or 1  # a text file's only record has no number
                 try:
-                    record = read_record(raw)
-                    prompt = asked_prompt(record, fields.text_key, fields.question_key) if fields.is_prompt else None
-                    text = record.get(fields.text_key) if prompt is None else prompt.text
-                    if fields.is_instruction and not isinstance(text, (str, TextFile)):
-                        text = _first_request(record) or text
-                    if isinstance(text, TextFile):
-                        text = "".join(text.blocks())
-                    if not isinstance(text, str) or not text.strip():
-                        got = "nothing" if text is None or text == "" else type(text).__name__
-                        raise BadRecord("no_text", must(f"text_key={fields.text_key}", "name a field with a text", got))
-                    check_characters(text)
-                    if fields.languages and _language(record, text) not in fields.languages:
-                        left_out["other_language"] += 1
-                        continue
-                    kind = source if fields.class_field is None else record.get(fields.class_field)
-                    if not isinstance(kind, str) or not kind:
-                        raise BadRecord("no_class", f"class_field={fields.class_field} must name a field with a text")
-                    words = [kind]
-                    if prompt is not None:
-                        words += [prompt.given, prompt.category, *(answer for answer, _ in prompt.scored)]
-                    check_characters("\0".join(words))
+                    item = read(read_record(raw), f"{name}:{number}", source)
                 except BadRecord as error:
                     if not skip_bad:
                         raise DataError(f"{place}: {error}") from error
                     left_out[error.reason] += 1
                     continue
-                item = f"{name}:{place[len(file.path) + 1 :] or 1}"  # a text file's only record has no number
-                documents = _documents(record, text)
-                yield SourceItem(item, source, text.strip(), kind=kind, documents=documents, prompt=prompt)
+                if item is None:
+                    left_out["other_language"] += 1
+                else:
+                    yield item
 
 
-def _first_request(record: Mapping[str, Any]) -> str | None:
+def item_of(record: Mapping[str, Any], text: Any, key: str, name: str, source: str) -> SourceItem:
+    """Return the item of a text in a record; raise BadRecord if it is not a text.
+
+    key: the option's field, for the message.
+    """
+    if isinstance(text, TextFile):
+        text = "".join(text.blocks())
+    if not isinstance(text, str) or not text.strip():
+        got = "nothing" if text is None or text == "" else type(text).__name__
+        raise BadRecord("no_text", must(f"text_key={key}", "name a field with a text", got))
+    check_characters(f"{text}\0{source}")
+    return SourceItem(name, source, text.strip(), kind=source, documents=_documents(record, text))
+
+
+def first_request(record: Mapping[str, Any]) -> str | None:
     """Return the first user's turn of a chat (WildChat, ShareGPT, messages); None without a chat."""
     turns = next((value for name in CHATS if isinstance(value := record.get(name), list) and value), None)
     if turns is None:
@@ -130,7 +108,7 @@ def _first_request(record: Mapping[str, Any]) -> str | None:
     raise BadRecord("no_prompt", must("the chat", "have a user's message", "none"))
 
 
-def _language(record: Mapping[str, Any], text: str) -> str:
+def language_in(record: Mapping[str, Any], text: str) -> str:
     """Return the language of an instruction: that of the record's field, else en, zh or other."""
     named = record.get("language")
     if isinstance(named, str) and named:

@@ -10,26 +10,28 @@ all embeddings of a class by the start's, which is quick enough for about 100,00
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.files import json_lines
-from verl_ext.options import DataError, must
+from verl_ext.options import DataError, must, option
+from verl_ext.text.read.bad_record import BadRecord, check_characters
 from verl_ext.tools.endpoint.answer import DONE, Answer, Unparsable
-from verl_ext.tools.endpoint.client import Client
-from verl_ext.tools.endpoint.spending import QuestionProgress, read_price, spent
-from verl_ext.tools.endpoint.store import Store
-from verl_ext.tools.synthesis.asking import AHEAD, Work, WriteResult, count_spending, in_order
+from verl_ext.tools.endpoint.client import EndpointOptions
 from verl_ext.tools.synthesis.corpus import Intervals
-from verl_ext.tools.synthesis.encoder import EncoderOptions, LocalEncoder
+from verl_ext.tools.synthesis.encoder import ClassifierOptions, EncoderOptions, LocalEncoder
 from verl_ext.tools.synthesis.items import SourceItem, drawn
+from verl_ext.tools.synthesis.options import DocumentOptions, SynthesizeOptions, ascending_problem
+from verl_ext.tools.synthesis.report import Result
+from verl_ext.tools.synthesis.task import DocumentTask
 from verl_ext.tools.word_count import language_of
 
 SEPARATOR = "\n\n"
@@ -113,117 +115,162 @@ def groups_of(
                 break
 
 
-async def write_joined(work: Work) -> WriteResult:
-    """Write the joined documents of all classes."""
-    result, intervals, classifier = WriteResult(), Intervals(tuple(work.options.intervals)), work.options.classifier
-    names, seed = intervals.names, work.settings.seed
-    filled = dict.fromkeys(names, 0)
-    result.lengths = {name: {"documents": 0, "tokens": 0} for name in names}
-    with TemporaryFile(dir=work.path.parent) as texts, open(work.path, "w", encoding="utf-8") as file:
-        classes = await _embedded(work, texts, result)
-        for kind in sorted(classes):
-            documents = sorted(classes[kind], key=lambda each: (drawn(seed, each.name, "start"), each.name))
-            used = 0
-            for group in groups_of(documents, intervals, seed, filled):
-                record = _record(kind, group, documents, texts, work)
-                file.writelines(json_lines([record]))
-                result.records += 1
-                row = result.lengths[group.interval]
-                row["documents"] += 1
-                row["tokens"] += record["provenance"]["tokens"]
-                used += len(group.numbers)
-            result.outcomes[DONE] += used
-            result.outcomes["left_over"] += len(documents) - used
-    if classifier.classes:
-        # A class that no text has is counted as such.
-        result.facts["classes"] = {name: len(classes.get(name, ())) for name in classifier.classes}
-        counts = ", ".join(f"{count:,} {name}" for name, count in result.facts["classes"].items())
-        result.notes.append(f"documents by class: {counts}")
-    if classes and not result.outcomes[DONE]:
-        longer = f"no two documents of {', '.join(sorted(classes))} make a text that long and no longer than the last"
-        needed = "begin below what a class's documents have together"
-        raise DataError(must("intervals", needed, f"{intervals.edges[0]:,}, and {longer}"))
-    return result
+@dataclass(frozen=True)
+class JoinOptions(DocumentOptions):
+    """Long documents, each joined of similar ones."""
+
+    class_field: str | None = option(
+        None, "field with a record's class; only documents of one class are joined; null: its source"
+    )
+    classifier: ClassifierOptions = option(ClassifierOptions, "model that names the classes")
+    encoder: EncoderOptions = option(EncoderOptions, "encoder that embeds documents")
+
+    def task_problems(self) -> Iterator[str | None]:
+        """Yield a line for each mistake in the encoder, the classes and their servers."""
+        if self.encoder.path is None:
+            yield from self.endpoint.endpoint_problems()
+        yield from self.model.tokenizer_problems()
+        if self.prompts is not None and not self.classifier.classes:
+            yield must("prompts", "be null without classifier.classes", self.prompts)
+        yield from self.classifier.class_problems()
+        if self.classifier.classes and self.class_field is not None:
+            yield must("class_field", "be null with classifier.classes", self.class_field)
+        yield ascending_problem("intervals", self.intervals, 2)
+
+    @property
+    def servers(self) -> list[EndpointOptions]:
+        """The servers that embed documents and name their classes."""
+        encoders = [] if self.loads_model else [self.endpoint]
+        return encoders + ([self.classifier.endpoint] if self.classifier.classes else [])
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether an encoder on this machine embeds documents."""
+        return self.encoder.path is not None
 
 
-async def _embedded(work: Work, texts: IO[bytes], result: WriteResult) -> dict[str, list[ClassDocument]]:
-    """Return the embedded documents by class; add cost and failures to `result`."""
-    count = work.settings.lengths_of
-    assert count is not None
-    classes: dict[str, list[ClassDocument]] = defaultdict(list)
-    of_folder: EncoderOptions = work.options.encoder
-    of_server = of_folder.path is None
-    price = read_price(work.endpoint) if of_server else None
-    with Store(work.store_path) as store:
-        encoder = Client(work.endpoint, store) if of_server else LocalEncoder(of_folder, store)
-        clients = [(encoder, price)] if isinstance(encoder, Client) else []
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(encoder)
-            options, classifier = work.options.classifier, None
-            if options.classes:
-                classifier = await stack.enter_async_context(Client(options.endpoint, store))
-                clients.append((classifier, read_price(options.endpoint)))
+class JoinedDocuments(DocumentTask):
+    """Documents of a class, embedded, and joined with their nearest neighbours."""
 
-            async def prepared(item: SourceItem) -> tuple[str, Answer]:
-                """Return a document's class and its embedding, or an answer that is not done."""
-                kind = item.kind
-                if classifier is not None:
-                    start = count.shortened(item.text, min(options.max_tokens, item.tokens))
-                    values = {"text": start, "classes": "\n".join(f"- {name}" for name in options.classes)}
-                    message = {"role": "user", "content": work.prompts[language_of(start)].filled("classify", **values)}
-                    parse, settings = partial(parse_class, classes=options.classes), work.settings
-                    named = await classifier.ask(
-                        item.name, "class", [message], settings.sampling, parse, settings.parse_tries
-                    )
-                    if not named.is_done:
-                        return kind, named
-                    kind = named.parsed
-                start = of_folder.start + count.shortened(item.text, min(of_folder.max_tokens, item.tokens))
-                return kind, await encoder.embed(item.name, start)
+    name: ClassVar[str] = "glm_long_documents"
+    options_class: ClassVar[type[SynthesizeOptions]] = JoinOptions
+    options: JoinOptions
 
-            begun = ((item, prepared(item)) for item in work.corpus.items())
-            # Texts go to a file as they come, because those of a class together need not fit into memory.
-            with QuestionProgress(clients, work.total, "embed") as bar:
-                async with aclosing(in_order(begun, AHEAD * work.endpoint.concurrency)) as results:
-                    async for item, (kind, answer) in results:
-                        if answer.is_done:
-                            tokens = count.count(item.text + SEPARATOR)
-                            text = item.text.encode()
-                            document = ClassDocument(item.name, tokens, answer.parsed, texts.tell(), len(text))
-                            classes[kind].append(document)
-                            texts.write(text)
-                        else:
-                            result.add(item, answer.outcome, answer.reason)
-                        bar.item_done()
-            result.cost = "\n".join(spent(*each) for each in clients)
-            count_spending(result, clients)
-    for documents in classes.values():
-        sizes = {document.vector.size for document in documents}
-        if len(sizes) > 1:
-            raise DataError(must("the encoder", "give embeddings of one length", sorted(sizes)))
-    return classes
+    def __init__(self, options: JoinOptions) -> None:
+        super().__init__(options)
+        # The intervals are those of the results: any document up to the longest may be a part of one.
+        self.lengths = replace(self.lengths, intervals=Intervals((1, options.intervals[-1])))
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a model is asked for the classes."""
+        return bool(self.options.classifier.classes)
 
-def _record(
-    kind: str, group: Group, documents: Sequence[ClassDocument], texts: IO[bytes], work: Work
-) -> dict[str, Any]:
-    """Return a joined text's record, with its documents' places."""
-    assert work.settings.lengths_of is not None
-    text, parts = "", []
-    for number, similarity in zip(group.numbers, group.similarities, strict=True):
-        document = documents[number]
-        texts.seek(document.place)
-        own = texts.read(document.num_bytes).decode()
-        text += SEPARATOR if text else ""
-        span = [len(text), len(text) + len(own)]
-        text += own
-        parts.append({"item": document.name, "span": span, "similarity": round(similarity, 4)})
-    provenance = {
-        "class": kind,
-        "interval": group.interval,
-        "tokens": work.settings.lengths_of.count(text),
-        "documents": parts,
-        "encoder": work.options.encoder.path or work.endpoint.model,
-        "seed": work.settings.seed,
-    }
-    return {"text": text, "category": kind, "provenance": provenance}
+    def read(self, record: Mapping[str, Any], name: str, source: str) -> SourceItem | None:
+        """Return a record's document with its class."""
+        item, field = super().read(record, name, source), self.options.class_field
+        if item is None or field is None:
+            return item
+        kind = record.get(field)
+        if not isinstance(kind, str) or not kind:
+            raise BadRecord("no_class", f"class_field={field} must name a field with a text")
+        check_characters(kind)
+        return replace(item, kind=kind)
+
+    async def write(self, path: Path) -> None:
+        """Write the joined documents of all classes."""
+        options, outcomes = self.options, self.outcomes
+        intervals, classifier = Intervals(tuple(options.intervals)), options.classifier
+        filled = dict.fromkeys(intervals.names, 0)
+        outcomes.lengths = {name: {"documents": 0, "tokens": 0} for name in intervals.names}
+        with TemporaryFile(dir=path.parent) as texts, open(path, "w", encoding="utf-8") as file:
+            async with self.opened():
+                classes = await self._embedded(texts)
+            # Once all documents are known, each class is joined by itself, from starts in an order that the seed draws.
+            for kind in sorted(classes):
+                documents = sorted(classes[kind], key=lambda each: (drawn(options.seed, each.name, "start"), each.name))
+                used = 0
+                for group in groups_of(documents, intervals, options.seed, filled):
+                    record = self._joined(kind, group, documents, texts)
+                    file.writelines(json_lines([record]))
+                    outcomes.records += 1
+                    row = outcomes.lengths[group.interval]
+                    row["documents"] += 1
+                    row["tokens"] += record["provenance"]["tokens"]
+                    used += len(group.numbers)
+                outcomes.items[DONE] += used
+                outcomes.items["left_over"] += len(documents) - used
+        if classifier.classes:
+            # A class that no text has is counted as such.
+            outcomes.facts["classes"] = {name: len(classes.get(name, ())) for name in classifier.classes}
+            counts = ", ".join(f"{count:,} {name}" for name, count in outcomes.facts["classes"].items())
+            outcomes.notes.append(f"documents by class: {counts}")
+        if classes and not outcomes.items[DONE]:
+            longer = (
+                f"no two documents of {', '.join(sorted(classes))} make a text that long and no longer than the last"
+            )
+            needed = "begin below what a class's documents have together"
+            raise DataError(must("intervals", needed, f"{intervals.edges[0]:,}, and {longer}"))
+
+    async def _embedded(self, texts: IO[bytes]) -> dict[str, list[ClassDocument]]:
+        """Return the embedded documents by class, whose texts it writes to a file; count the others."""
+        options, classes = self.options.encoder, defaultdict[str, list[ClassDocument]](list)
+        is_local = self.options.loads_model
+        encoder: Any = LocalEncoder(options, self.store) if is_local else self.clients[self.options.endpoint.prefix]
+
+        async def prepared(item: SourceItem) -> tuple[str, Answer]:
+            """Return a document's class and its embedding, or an answer that is not done."""
+            kind = item.kind
+            if self.options.classifier.classes:
+                named = await self._class_of(item)
+                if not named.is_done:
+                    return kind, named
+                kind = named.parsed
+            start = options.start + self.tokens.shortened(item.text, min(options.max_tokens, item.tokens))
+            return kind, await encoder.embed(item.name, start)
+
+        # Texts go to a file as they come, because those of a class together need not fit into memory.
+        async with aclosing(self.each(prepared, "embed")) as results:
+            async for item, (kind, answer) in results:
+                if answer.is_done:
+                    tokens, text = self.tokens.count(item.text + SEPARATOR), item.text.encode()
+                    document = ClassDocument(item.name, tokens, answer.parsed, texts.tell(), len(text))
+                    classes[kind].append(document)
+                    texts.write(text)
+                else:
+                    self.outcomes.add(item, Result(answer.outcome, reason=answer.reason))
+        for documents in classes.values():
+            sizes = {document.vector.size for document in documents}
+            if len(sizes) > 1:
+                raise DataError(must("the encoder", "give embeddings of one length", sorted(sizes)))
+        return classes
+
+    async def _class_of(self, item: SourceItem) -> Answer:
+        """Ask for the class of a document's start."""
+        classifier = self.options.classifier
+        start = self.tokens.shortened(item.text, min(classifier.max_tokens, item.tokens))
+        values = {"text": start, "classes": "\n".join(f"- {name}" for name in classifier.classes)}
+        content = self.prompts[language_of(start)].filled("classify", **values)
+        parse = partial(parse_class, classes=classifier.classes)
+        return await self.answer(item, "class", content, parse, classifier.endpoint)
+
+    def _joined(self, kind: str, group: Group, documents: Sequence[ClassDocument], texts: IO[bytes]) -> dict[str, Any]:
+        """Return a joined text's record, with its documents' places."""
+        text, parts = "", []
+        for number, similarity in zip(group.numbers, group.similarities, strict=True):
+            document = documents[number]
+            texts.seek(document.place)
+            own = texts.read(document.num_bytes).decode()
+            text += SEPARATOR if text else ""
+            span = [len(text), len(text) + len(own)]
+            text += own
+            parts.append({"item": document.name, "span": span, "similarity": round(similarity, 4)})
+        provenance = {
+            "class": kind,
+            "interval": group.interval,
+            "tokens": self.tokens.count(text),
+            "documents": parts,
+            "encoder": self.options.encoder.path or self.options.endpoint.model,
+            "seed": self.options.seed,
+        }
+        return {"text": text, "category": kind, "provenance": provenance}

@@ -1,14 +1,9 @@
-"""The length that a writing instruction asks for, and those that texts get."""
+"""The length that a writing instruction asks for, and the score of a text's length."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from verl_ext.tools.synthesis.corpus import Intervals
-from verl_ext.tools.synthesis.items import drawn
 from verl_ext.tools.word_count import length_score
-
-FORMS = ("sequential", "parallel", "both")
 
 LEAST_WORDS = 100  # a smaller number before "words" or 字 is not taken for the length of a long text
 _LARGE = {"k": 1000, "hundred": 100, "thousand": 1000, "million": 1_000_000}
@@ -63,22 +58,27 @@ def _with_digits(instruction: str) -> str:
     return re.sub(r"[^.\n]+", lambda sentence: alpha2digit(sentence[0], "en", threshold=0), text)
 
 
+def _lengths(instruction: str) -> Iterator[tuple[int | None, str, str]]:
+    """Yield each length in an instruction: its number, None if it is not one, and the words before and after it."""
+    instruction = _with_digits(instruction)
+    for match in _ASKED.finditer(instruction):
+        start = min(match.start(group) for group in match.re.groupindex if match[group] is not None)
+        yield _value(match), instruction[:start], instruction[match.end() :]
+
+
 def asked_words(instruction: str) -> int | None:
     """Return the one number of words asked for, or None.
 
     A least or a greatest number counts as the number; a range, and the length of each part, do not.
     """
-    found, instruction = set(), _with_digits(instruction)
-    for match in _ASKED.finditer(instruction):
-        start = min(match.start(group) for group in match.re.groupindex if match[group] is not None)
-        before, after = instruction[:start], instruction[match.end() :]
-        number = _value(match)
+    numbers = set()
+    for number, before, after in _lengths(instruction):
         others = (pattern.search(before) for pattern in (_RANGE, _VAGUE, _PART_OF_A_NUMBER, _PART_BEFORE))
         if number is None or any(others) or _PART_AFTER.match(after):
             return None
         if number >= LEAST_WORDS and not _YEAR.search(before):
-            found.add(number)
-    return found.pop() if len(found) == 1 else None
+            numbers.add(number)
+    return numbers.pop() if len(numbers) == 1 else None
 
 
 def asked_range(instruction: str) -> tuple[int, int] | None:
@@ -88,11 +88,9 @@ def asked_range(instruction: str) -> tuple[int, int] | None:
     """
     if (words := asked_words(instruction)) is not None:
         return words, words
-    ranges, numbers, instruction = set(), set(), _with_digits(instruction)
-    for match in _ASKED.finditer(instruction):
-        start = min(match.start(group) for group in match.re.groupindex if match[group] is not None)
-        before, after = instruction[:start], instruction[match.end() :]
-        high, low = _value(match), _LOW.search(before)
+    ranges, numbers = set(), set()
+    for high, before, after in _lengths(instruction):
+        low = _LOW.search(before)
         beginning = before[: low.start()] if low else before
         if high is None or _VAGUE.search(before) or _PART_BEFORE.search(beginning) or _PART_AFTER.match(after):
             return None
@@ -139,51 +137,3 @@ def _chinese(text: str) -> int | None:
         return round(cn2an(text.replace(",", "").rstrip("."), "smart"))
     except (KeyError, ValueError):  # cn2an's of a malformed number
         return None
-
-
-@dataclass(frozen=True)
-class AskedLengths:
-    """The counter of words that instructions ask for, as a corpus counts tokens.
-
-    An instruction that says nothing about length has one drawn from the intervals.
-    """
-
-    seed: int
-    edges: Sequence[int]
-
-    def count(self, text: str) -> int:
-        """Return the number of words asked for, the middle of a range; 0 if several are."""
-        asked = asked_range(text)
-        if asked is not None:
-            return sum(asked) // 2
-        return 0 if mentions_length(text) else self.drawn(text)
-
-    def drawn(self, text: str) -> int:
-        """Return a length in hundreds of words from a drawn interval."""
-        place = drawn(self.seed, text, "interval") % (len(self.edges) - 1)
-        low, high = self.edges[place : place + 2]
-        return low + 100 * (drawn(self.seed, text, "length") % max((high - low) // 100, 1))
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How long texts are written.
-
-    Attributes:
-        form: one of FORMS.
-        edges: those of the intervals of words over which lengths asked for and written are spread; empty: no spread.
-        least_words: the words that a good answer must exceed, as a model judges; None: no model selects.
-    """
-
-    form: str = FORMS[0]
-    edges: Sequence[int] = ()
-    least_words: int | None = None
-
-    @property
-    def intervals(self) -> Intervals | None:
-        """The intervals of lengths in words."""
-        return Intervals(tuple(self.edges)) if self.edges else None
-
-    def counted(self, seed: int) -> tuple[Intervals, AskedLengths] | None:
-        """Return the intervals, and what counts the words that an instruction asks for."""
-        return None if self.intervals is None else (self.intervals, AskedLengths(seed, self.edges))

@@ -10,12 +10,18 @@ computes the document once.
 """
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
-from verl_ext.tools.endpoint.answer import Unparsable
-from verl_ext.tools.endpoint.client import Client
+from verl_ext.options import option
+from verl_ext.tools.endpoint.answer import Answer, Unparsable, Usage
+from verl_ext.tools.synthesis.estimate import ANSWER, PROMPT
 from verl_ext.tools.synthesis.items import SourceItem, drawn
-from verl_ext.tools.synthesis.prompts import PromptTexts
-from verl_ext.tools.synthesis.records import Result, Settings, json_in, question_and_answer, refused_in_words
+from verl_ext.tools.synthesis.options import DocumentOptions, SynthesizeOptions
+from verl_ext.tools.synthesis.replies import json_in
+from verl_ext.tools.synthesis.report import Result
+from verl_ext.tools.synthesis.task import DocumentTask, attempted
 from verl_ext.tools.word_count import language_of
 
 _NUMBERS = "一二三四五六七八九十"
@@ -64,37 +70,49 @@ def _json_questions(text: str) -> list[str] | None:
     return texts if texts and len(texts) == len(named) else None
 
 
-async def ask_of_document(
-    item: SourceItem, client: Client, prompts: dict[str, PromptTexts], settings: Settings
-) -> Result:
-    """Return a document's records, or the reason why it has none."""
-    own = prompts[language_of(item.text)]
-    kinds = own.below("kinds")
-    kind = kinds[drawn(settings.seed, item.name, "kind") % len(kinds)]
-    instruction = own.filled("questions", kind=own.texts[f"kinds.{kind}"])
-    message = {"role": "user", "content": f"{item.text}\n\n{instruction}"}
-    questions = await client.ask(
-        item.name, "questions", [message], settings.sampling, parse_questions, settings.parse_tries
-    )
-    if not questions.is_done:
-        return Result.from_answer("questions", questions)
-    found = questions.parsed
-    first = drawn(settings.seed, item.name, "question") % len(found)
-    results, asked_for = [], [questions]  # the request for questions counts for the first record
-    for number in range(min(settings.questions, len(found))):
-        question = found[(first + number) % len(found)]
-        content = f"{item.text}\n\n{question}"
-        asked = [{"role": "user", "content": content}]
-        name = "answer" if number == 0 else f"answer/{number + 1}"
-        answer = refused_in_words(await client.ask(item.name, name, asked, settings.sampling))
-        if not answer.is_done:
-            results.append(Result.from_answer(name, answer))
-        elif settings.passages.found_in(f"{question}\n{answer.text}"):
-            reason = "the question or its answer holds a passage of decontaminate"
-            results.append(Result("contaminated", reason=reason))
-        else:
-            facts = {"questions": len(found), "spans": [[0, len(item.text)]]}
-            answers = [*asked_for, answer]
-            results.append(question_and_answer(item, f"longalign_{kind}", content, answer.text, own, answers, facts))
-            asked_for = []
-    return Result.joined(results)
+@dataclass(frozen=True)
+class LongAlignOptions(DocumentOptions):
+    """Five questions about a document, and the answers to one of them or several."""
+
+    questions: int = option(1, "questions kept of a document, whose tokens data.share_prefixes computes once", least=1)
+    estimate: bool = option(False, "true: only estimate the requests, tokens and cost; nothing is asked or written")
+
+
+class LongAlign(DocumentTask):
+    """Questions about documents, each answered over the whole document."""
+
+    name: ClassVar[str] = "longalign"
+    options_class: ClassVar[type[SynthesizeOptions]] = LongAlignOptions
+    options: LongAlignOptions
+
+    def requests(self, item: SourceItem) -> Iterator[tuple[float, Usage]]:
+        """Yield the requests: the document stands in each, and is cached after the first."""
+        yield 1, Usage(item.tokens + PROMPT, 0, ANSWER // 2)
+        yield min(self.options.questions, 5), Usage(item.tokens + PROMPT, item.tokens, ANSWER)
+
+    async def make(self, item: SourceItem) -> Result:
+        """Return a document's records; raise NoRecord without questions."""
+        seed, own = self.options.seed, self.prompts[language_of(item.text)]
+        kinds = own.below("kinds")
+        kind = kinds[drawn(seed, item.name, "kind") % len(kinds)]
+        instruction = own.filled("questions", kind=own.texts[f"kinds.{kind}"])
+        listed = await self.ask(item, "questions", f"{item.text}\n\n{instruction}", parse_questions)
+        questions = listed.parsed
+        first = drawn(seed, item.name, "question") % len(questions)
+        results, before = [], [listed]
+        for number in range(min(self.options.questions, len(questions))):
+            question = questions[(first + number) % len(questions)]
+            stage = "answer" if number == 0 else f"answer/{number + 1}"
+            facts = {"document_tokens": item.tokens, "questions": len(questions), "spans": [[0, len(item.text)]]}
+            results.append(await attempted(self._answered(item, stage, kind, question, before, facts)))
+            before = [] if results[-1].records else before  # the request for questions counts for the first record
+        return Result.joined(results)
+
+    async def _answered(
+        self, item: SourceItem, stage: str, kind: str, question: str, before: list[Answer], facts: dict[str, object]
+    ) -> Result:
+        """Return the record of a question. before: the answers that count for it beside its own."""
+        own, content = self.prompts[language_of(item.text)], f"{item.text}\n\n{question}"
+        answer = await self.ask(item, stage, content)
+        self.check_passages(f"{question}\n{answer.text}", "the question or its answer")
+        return self.record_of(item, f"longalign_{kind}", content, answer.text, own, [*before, answer], facts)

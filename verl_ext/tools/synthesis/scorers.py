@@ -5,9 +5,8 @@ answer   ─┴─► scorer ─► Answer, whose `parsed` is the score; another
 """
 
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +15,8 @@ from verl_ext.custom import named_object
 from verl_ext.options import DataError, Options, UsageError, first_line, must, option
 from verl_ext.text.tokenizing import file_facts
 from verl_ext.tools.endpoint.answer import DONE, TOO_LONG, UNPARSABLE, Answer
-from verl_ext.tools.endpoint.client import Client, EndpointOptions, SamplingOptions
+from verl_ext.tools.endpoint.client import EndpointOptions, SamplingOptions
+from verl_ext.tools.endpoint.local_model import load_model
 from verl_ext.tools.endpoint.quality import (
     DIMENSIONS,
     QUALITY_SCHEMA,
@@ -26,14 +26,12 @@ from verl_ext.tools.endpoint.quality import (
     read_quality,
     read_rating,
 )
-from verl_ext.tools.endpoint.spending import Price, read_price
-from verl_ext.tools.endpoint.store import Store
 from verl_ext.tools.synthesis.lengths import asked_words
-from verl_ext.tools.synthesis.prompts import PromptTexts
+from verl_ext.tools.synthesis.task import SynthesisTask
 from verl_ext.tools.word_count import count_words, language_of, length_score
 
-KINDS = ("reward", "writing", "judge", "given")
 _SAMPLING = SamplingOptions(temperature=0.0, max_tokens=4096)  # of judges
+Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,9 @@ class ScorerOptions(Options):
     )
 
     @property
-    def asks(self) -> bool:
-        """Whether a server judges."""
-        return self.kind in ("writing", "judge")
+    def servers(self) -> list[EndpointOptions]:
+        """The server that judges, if one does."""
+        return [self.endpoint] if self.kind in ("writing", "judge") else []
 
     def kind_problems(self) -> list[str]:
         """Return a line for each mistake in what the kind needs."""
@@ -79,76 +77,48 @@ class ScorerOptions(Options):
             return [must("scorer.path", "name a folder with scorer.kind=reward", "nothing")]
         if self.path and kind != "reward":
             return [f"scorer.path is an option of scorer.kind=reward; got {self.path} with {kind}"]
-        return list(self.endpoint.endpoint_problems()) if self.asks else []
+        return [problem for server in self.servers for problem in server.endpoint_problems()]
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """How many answers are asked for, how scored, and how paired."""
-
-    answers: int
-    pair: str
-    min_gap: float
-    min_scored: int
-    keep_given: bool
-    scorer: ScorerOptions
-
-
-@dataclass
 class Scorer:
-    """A scorer of answers, inside `opened`.
+    """A scorer of answers, which a run of a task uses.
 
-    means: the sums of the parts of its scores, and their number, for the report.
+    means: the parts of its scores by name, for the report.
     """
 
-    options: ScorerOptions
-    tries: int = 1
-    means: dict[str, list[float]] = field(default_factory=dict)
+    def __init__(self, options: ScorerOptions, task: SynthesisTask) -> None:
+        self.options, self.task = options, task
+        self.means: dict[str, list[float]] = {}
 
-    def __post_init__(self) -> None:
-        """Raise UsageError for a folder or function that does not exist."""
-        self._client: Client | None = None
-        self._store: Store | None = None
-        self._model: Any = None
-        self._function: Any = None
-        kind, path = str(self.options.kind), self.options.path
-        if path is not None and not (Path(path) / "config.json").is_file():
-            raise UsageError(must("scorer.path", "be a folder with a config.json", path))
-        self._facts = file_facts([path]) if path else []
-        if ":" in kind:
-            try:
-                self._function = named_object("scorer.kind", kind)
-            except ValueError as error:
-                raise UsageError(first_line(error)) from error
-            if not callable(self._function):
-                raise UsageError(must("scorer.kind", "name a function", kind))
-
-    @asynccontextmanager
-    async def opened(self, store: Store) -> AsyncIterator[list[tuple[Client, Price | None]]]:
-        """Open the connection to the judge; give the clients whose requests count."""
-        self._store = store
-        if not self.options.asks:
-            yield []
-            return
-        async with Client(self.options.endpoint, store) as self._client:
-            yield [(self._client, read_price(self.options.endpoint))]
-
-    async def score(
-        self, name: str, messages: Sequence[Mapping[str, str]], answer: str, prompts: Mapping[str, PromptTexts]
-    ) -> Answer:
+    async def score(self, name: str, messages: Messages, answer: str) -> Answer:
         """Return an answer's score in `parsed`, or why there is none.
 
         name: of the item. messages: what the scorer sees of the prompt.
         """
-        question = messages[-1]["content"] if len(messages) == 1 else "\n\n".join(each["content"] for each in messages)
-        if self.options.kind == "reward":
-            return self._rewarded(name, messages, answer)
-        if self._function is not None:
-            return Answer(DONE, parsed=self._by_function(messages, answer))
-        assert self._client is not None, "it is open"
-        if self.options.kind == "judge":
-            content = prompts[language_of(question)].filled("judge", question=question, answer=answer)
-            return await self._asked(name, content, read_rating, None)
+        raise NotImplementedError
+
+    async def _asked(self, name: str, content: str, parse: Any, schema: Any = None) -> Answer:
+        client, message = self.task.clients[self.options.endpoint.prefix], {"role": "user", "content": content}
+        tries = self.task.options.parse_tries
+        return await client.ask(name, "score", [message], _SAMPLING, parse, tries, schema=schema)
+
+
+class Judge(Scorer):
+    """A model that rates an answer from 1 to 10."""
+
+    async def score(self, name: str, messages: Messages, answer: str) -> Answer:
+        """Return the rating, by the prompt in the question's language."""
+        question = _text(messages)
+        prompts = self.task.prompts[language_of(question)]
+        return await self._asked(name, prompts.filled("judge", question=question, answer=answer), read_rating)
+
+
+class WritingJudge(Scorer):
+    """The mean of a text's quality S_q, which a model judges, and of S_l if a length is asked for."""
+
+    async def score(self, name: str, messages: Messages, answer: str) -> Answer:
+        """Return the mean of the parts."""
+        question = _text(messages)
         content = filled_names(quality_prompt(), {"$INST$": question, "$RESPONSE$": answer})
         found = await self._asked(name, content, read_quality, QUALITY_SCHEMA)
         if not found.is_done:
@@ -160,13 +130,22 @@ class Scorer:
             self.means.setdefault(part, []).append(value)
         return Answer(DONE, parsed=sum(parts.values()) / len(parts))
 
-    async def _asked(self, name: str, content: str, parse: Any, schema: Any) -> Answer:
-        assert self._client is not None, "it is open"
-        message = {"role": "user", "content": content}
-        return await self._client.ask(name, "score", [message], _SAMPLING, parse, self.tries, schema=schema)
 
-    def _by_function(self, messages: Sequence[Mapping[str, str]], answer: str) -> float:
-        """Return the user's score; raise DataError for anything but a finite number."""
+class OwnFunction(Scorer):
+    """A function of the user's; UsageError if it does not exist."""
+
+    def __init__(self, options: ScorerOptions, task: SynthesisTask) -> None:
+        super().__init__(options, task)
+        kind = str(options.kind)
+        try:
+            self._function = named_object("scorer.kind", kind)
+        except ValueError as error:
+            raise UsageError(first_line(error)) from error
+        if not callable(self._function):
+            raise UsageError(must("scorer.kind", "name a function", kind))
+
+    async def score(self, name: str, messages: Messages, answer: str) -> Answer:
+        """Return the function's score; raise DataError for anything but a finite number."""
         try:
             score = float(self._function([dict(message) for message in messages], answer))
         except Exception as error:  # the user's code can raise any exception
@@ -174,50 +153,68 @@ class Scorer:
             raise DataError(must(f"scorer.kind={self.options.kind}", "give a number", got)) from error
         if not math.isfinite(score):
             raise DataError(must(f"scorer.kind={self.options.kind}", "give a finite number", score))
-        return score
+        return Answer(DONE, parsed=score)
 
-    def _rewarded(self, name: str, messages: Sequence[Mapping[str, str]], answer: str) -> Answer:
+
+class RewardModel(Scorer):
+    """A sequence classifier in a folder, with stored scores; UsageError if there is none."""
+
+    def __init__(self, options: ScorerOptions, task: SynthesisTask) -> None:
+        super().__init__(options, task)
+        self._path = str(options.path)
+        if not (Path(self._path) / "config.json").is_file():
+            raise UsageError(must("scorer.path", "be a folder with a config.json", self._path))
+        self._facts = file_facts([self._path])
+        self._loaded: tuple[Any, Any] | None = None  # tokenizer and classifier
+
+    async def score(self, name: str, messages: Messages, answer: str) -> Answer:
         """Return the classifier's stored or new output for question and answer."""
-        assert self._store is not None, "it is open"
-        key = fingerprint([self._facts, self.options.max_tokens, name, [dict(each) for each in messages], answer])
-        found = self._store.find(key)
+        most, store = self.options.max_tokens, self.task.store
+        key = fingerprint([self._facts, most, name, [dict(each) for each in messages], answer])
+        found = store.find(key)
         if found is None:
-            if self._model is None:
-                self._load()
             score = self._reward(messages, answer)
             if score is None:
-                return Answer(TOO_LONG, reason=f"question and answer have more than {self.options.max_tokens:,} tokens")
-            found = Answer(DONE, repr(score), model=str(self.options.path))
-            self._store.add(key, name, "score", found)
+                return Answer(TOO_LONG, reason=f"question and answer have more than {most:,} tokens")
+            found = Answer(DONE, repr(score), model=self._path)
+            store.add(key, name, "score", found)
         score = float(found.raw)
         if not math.isfinite(score):
             return Answer(UNPARSABLE, reason=f"the classifier gives {score} for an answer")
         return Answer(DONE, parsed=score)
 
-    def _reward(self, messages: Sequence[Mapping[str, str]], answer: str) -> float | None:
+    def _reward(self, messages: Messages, answer: str) -> float | None:
         import torch
 
+        if self._loaded is None:
+            self._loaded = self._load()
+        tokenizer, model = self._loaded
         chat = [*(dict(each) for each in messages), {"role": "assistant", "content": answer}]
-        ids = self._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
+        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, return_tensors="pt")
         if ids["input_ids"].shape[1] > self.options.max_tokens:
             return None
         with torch.inference_mode():
-            return float(self._model(**ids.to(self._model.device)).logits[0, 0])
+            return float(model(**ids.to(model.device)).logits[0, 0])
 
-    def _load(self) -> None:
+    def _load(self) -> tuple[Any, Any]:
         """Load the classifier; raise UsageError for one that cannot score."""
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        path = str(self.options.path)
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForSequenceClassification.from_pretrained(path, dtype="auto")
-        except (OSError, ValueError) as error:
-            needed = "hold a sequence classifier that transformers loads"
-            raise UsageError(must("scorer.path", needed, f"{path}: {first_line(error)}")) from error
+        path, kind = self._path, "AutoModelForSequenceClassification"
+        tokenizer, model = load_model(kind, path, "scorer.path", "a sequence classifier", path)
         if model.config.num_labels != 1:
             raise UsageError(f"scorer.path must hold a classifier of one output; {path} has {model.config.num_labels}")
-        if not self._tokenizer.chat_template:
+        if not tokenizer.chat_template:
             raise UsageError(f"scorer.path must hold a tokenizer with a chat template; {path} has none")
-        self._model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        return tokenizer, model
+
+
+SCORERS: dict[str, type[Scorer]] = {"reward": RewardModel, "writing": WritingJudge, "judge": Judge}
+KINDS = (*SCORERS, "given")  # given: the records have scores, and nothing is asked
+
+
+def scorer_of(options: ScorerOptions, task: SynthesisTask) -> Scorer:
+    """Return the scorer of a kind; raise UsageError for a folder or a function that does not exist."""
+    return SCORERS.get(str(options.kind), OwnFunction)(options, task)
+
+
+def _text(messages: Messages) -> str:
+    return messages[-1]["content"] if len(messages) == 1 else "\n\n".join(each["content"] for each in messages)
