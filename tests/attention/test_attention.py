@@ -7,17 +7,23 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3ForCausalLM
 
+import verl_ext.engines.packed
 from tests.lib.attention_packs import LENGTHS, attention_pack
 from tests.lib.errors import refused
+from tests.lib.packed_engine import build_worker
 from tests.lib.ranks import run_cases
 from tests.lib.tiny_model import SHAPE
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.attention.packed import packed_attention
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
 from verl_ext.parallel.shards import document_layout
+from verl_ext.trainer.collator import StepCollator
 
 CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE),
@@ -218,11 +224,6 @@ def _count(module: object, name: str, record: Callable[[tuple], None]) -> None:
 
 def _forward(model: str, sequence_parallel: int, packs: list[tuple[int, ...]]) -> list[Seen]:
     """Run a micro-batch of each pack through one engine, and record every collective of torch.distributed."""
-    import torch.distributed as dist
-
-    import verl_ext.engines.packed
-    from tests.lib.packed_engine import build_worker
-
     engine = build_worker(model, sequence_parallel, ["model.enable_gradient_checkpointing=false"]).engine
     group = engine.ulysses_device_mesh.get_group("sp") if sequence_parallel > 1 else dist.group.WORLD
     collectives: list[str] = []
@@ -242,10 +243,6 @@ def _forward(model: str, sequence_parallel: int, packs: list[tuple[int, ...]]) -
 
 
 def _micro_batch(lengths: tuple[int, ...]):
-    from verl_ext.data import CategoryTable
-    from verl_ext.losses import LossSpec
-    from verl_ext.trainer.collator import StepCollator
-
     ids, positions = attention_pack(lengths)
     zeros = torch.zeros_like(ids)
     pack = {"input_ids": ids, "position_ids": positions, "loss_mask": zeros, "category_ids": zeros}

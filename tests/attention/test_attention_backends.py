@@ -4,17 +4,17 @@ import importlib
 import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.lib.attention_packs import of_all_scores
 from tests.lib.errors import names, refused
 from tests.lib.flash_stand_ins import flash_attn_package, register_flash_stand_ins
+from tests.lib.tensor_calls import MadeTensors
 from verl_ext.attention import (
     AttentionNeeds,
     AttentionOptions,
@@ -217,21 +217,6 @@ def test_varlen_gets_grouped_heads_and_narrow_values_in_the_form_its_torch_takes
     assert torch.equal(output, value.repeat_interleave(2, dim=1))
 
 
-def _last_queries_of_keys(query, key, value, cu_q, cu_k, max_q, max_k, window, scale):
-    """Compute flash attention's C++ result on ``[T, heads, E]`` from all scores; a document's queries belong to its
-    last keys."""
-    outputs = []
-    for (q0, q1), (k0, k1) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
-        assert q1 - q0 <= max_q
-        assert k1 - k0 <= max_k
-        distance = torch.arange(k1 - k0)[k1 - k0 - (q1 - q0) :, None] - torch.arange(k1 - k0)
-        seen = (distance >= 0) & ((distance <= window[0]) if window[0] >= 0 else True)
-        k, v = (x[k0:k1].repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
-        scores = torch.einsum("qhe,khe->hqk", query[q0:q1], k) * scale
-        outputs.append(torch.einsum("hqk,khe->qhe", scores.masked_fill(~seen, -torch.inf).softmax(-1), v))
-    return torch.cat(outputs)
-
-
 @pytest.mark.parametrize("window", [None, 1, 3, 40, 600])
 def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every_kernel(window, monkeypatch):
     register_flash_stand_ins(torch.float64)
@@ -244,8 +229,7 @@ def test_queries_that_are_the_last_of_more_keys_are_attended_to_as_such_by_every
         for tokens, heads, size in ((sum(queries), 4, 8), (sum(keys), 2, 8), (sum(keys), 2, 6))
     )
     options = KernelOptions(scale=0.3, window=window)
-    lengths = (layout.cu_seqlens, layout.keys.cu_seqlens, max(queries), max(keys))
-    expected = _last_queries_of_keys(query, key, value, *lengths, options.flash_window, options.scale)
+    expected = of_all_scores(query, key, value, layout, options)
     for kernel in KERNELS.values():
         torch.testing.assert_close(kernel(query, key, value, layout, options), expected)
 
@@ -267,25 +251,11 @@ def test_flash_attn_is_deterministic_where_verls_full_determinism_asks_for_it(va
     assert given == [expected]
 
 
-class Sizes(TorchDispatchMode):
-    """A record of the bytes of every created tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        tensors = output if isinstance(output, (tuple, list)) else [output]
-        self.seen += [tensor.untyped_storage().nbytes() for tensor in tensors if torch.is_tensor(tensor)]
-        return output
-
-
 def test_a_window_makes_no_tensor_of_all_tokens_by_all_tokens():
     x = torch.randn(4096, 1, 8)
-    with Sizes() as sizes:
+    with MadeTensors() as made:
         KERNELS["sdpa"](x, x, x, DocumentLayout.from_lengths([4096], "cpu"), KernelOptions(window=100))
-    assert max(sizes.seen) < 4096 * 4096 / 4
+    assert max(each.bytes for each in made.seen) < 4096 * 4096 / 4
 
 
 @settings(max_examples=25)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.lib.flash_stand_ins import (
     CALLS,
@@ -21,11 +22,12 @@ from tests.lib.flash_stand_ins import (
     register_flash_stand_ins,
 )
 from tests.lib.nccl_rules import NcclRules
+from tests.lib.packed_engine import build_worker, train_step
 from tests.lib.parity_cases import DOCUMENTS, GROUPS, TRIES
 from tests.lib.preference_cases import LOSSES, PACKS, options_of
 from tests.lib.ranks import only_rank, run_cases
-from tests.lib.reference import pack_row, tree_row
-from tests.lib.reference_pairs import PairReference, unit_row
+from tests.lib.reference import load_eager, pack_row, tree_row
+from tests.lib.reference_pairs import PairReference
 from tests.lib.small_models import write_small_models
 from tests.lib.tiny_model import write_tiny_model
 from verl_ext.attention import KernelDevice, packed, unusable
@@ -76,14 +78,10 @@ CASES = {
 
 @cache
 def _engine(folder: str, ulysses: int, *overrides: str):
-    from tests.lib.packed_engine import build_worker
-
     return build_worker(folder, ulysses, overrides).engine
 
 
 def _step(case: Case, folders: dict[str, str], rows: dict, *overrides: str):
-    from tests.lib.packed_engine import train_step
-
     context = f"parallel.context_parallel_size={case.groups}"
     engine = _engine(folders[case.model], case.ulysses, context, *case.overrides, *overrides)
     if case.packs in LOSSES:
@@ -150,19 +148,11 @@ def steps(tiny_model, tmp_path_factory):
 
 def _rows_of_pairs(model: str, folder) -> dict:
     """Return the packs of each loss of preferences, with documents that share their beginnings and without."""
-    from tests.lib.reference import load_eager
-
     other = write_tiny_model(folder / "reference", seed=1)
     units = [unit for pack in PACKS[False] for unit in pack]
     reference, rows = PairReference(load_eager(model), load_eager(str(other)), units), {}
     for loss in {case.packs for case in CASES.values()} & set(LOSSES):
-        sums = [[reference.reference_sums(unit, LOSSES[loss]) for unit in pack] for pack in PACKS[False]]
-        for shares in (False, True):
-            packs = [unit_row(pack, of, shares) for pack, of in zip(PACKS[False], sums, strict=True)]
-            for row, pack in zip(packs, PACKS[False], strict=True):
-                between = [other for _, other in reference.mismatched(pack)]
-                row["mismatched_reference"] = torch.tensor([sum(between)]).double()
-            rows[loss, shares] = packs
+        rows |= {(loss, shares): reference.rows(PACKS[False], LOSSES[loss], shares) for shares in (False, True)}
     return rows
 
 
@@ -215,8 +205,6 @@ def test_the_package_has_the_signature_of_flash_attn():
 
 def _reduced() -> list[str]:
     """Return what the rules say of the sum of each tensor."""
-    import torch.distributed as dist
-
     x, said = torch.ones(4, 4), []
     for tensor, op in ((x, "SUM"), (x.short(), "SUM"), (x.t()[:, :2], "SUM"), (x.int(), "BAND")):
         with NcclRules():

@@ -9,12 +9,17 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import verl_ext.attention.packed  # noqa: F401  registers the attention with transformers
 from tests.lib.errors import refused
+from tests.lib.packed_engine import build_worker
 from tests.lib.ranks import in_turn, run_ranks
 from tests.lib.rope_types import _FACTORS, BY_TYPE, POSITIONS, SHAPE
 from tests.lib.tensor_calls import Copies
 from verl_ext.attention import PACKED_ATTENTION
 from verl_ext.attention.rope import choose_rope_by_document
+from verl_ext.data import CategoryTable
+from verl_ext.losses import LossSpec
 from verl_ext.parallel.shards import document_layout
+from verl_ext.trainer.collator import StepCollator
+from verl_ext.trainer.loss import StepLoss
 
 pytestmark = pytest.mark.slow
 
@@ -72,12 +77,6 @@ def _steps(
     folders: dict[str, str], tokenizer: str, ulysses: int, groups: int
 ) -> dict[str, tuple[list[torch.Tensor], dict]]:
     """Return by model this rank's log-probabilities of next tokens, a tensor per pack, and their sum's gradients."""
-    from tests.lib.packed_engine import build_worker
-    from verl_ext.data import CategoryTable
-    from verl_ext.losses import LossSpec
-    from verl_ext.trainer.collator import StepCollator
-    from verl_ext.trainer.loss import StepLoss
-
     found = {}
     context = [f"parallel.context_parallel_size={groups}"]
     for name, folder in folders.items():
@@ -143,8 +142,6 @@ RUNS = [(layout, name) for layout, (_, _, names) in LAYOUTS.items() for name in 
 
 
 def _frequencies(folder: str) -> tuple[str, dict[str, torch.Tensor]]:
-    from tests.lib.packed_engine import build_worker
-
     module = build_worker(folder, 1, ["engine.model_dtype=bf16"]).engine.module
     return str(next(module.parameters()).dtype), dict(module.named_buffers())
 

@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2_5_VLConfig, Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.lib.errors import refused
 from tests.lib.rope_types import BY_TYPE, POSITIONS, SHAPE
@@ -106,7 +105,3 @@ def test_parameters_of_each_kind_of_layer_are_given_by_kind(values):
         "full_attention": "linear",
     }
     assert config.rope_parameters["full_attention"]["rope_theta"] == 1_000_000.0
-
-
-def test_types_of_every_release_of_transformers_are_tried():
-    assert {"default", *ROPE_INIT_FUNCTIONS} == set(BY_TYPE)

@@ -1,10 +1,9 @@
 """Soft caps and sinks: values and gradients of every kernel equal the formula over all scores of a document."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 
+from tests.lib.attention_packs import of_all_scores
 from tests.lib.flash_stand_ins import register_flash_stand_ins
 from verl_ext.attention.head_groups import backward_by_groups_of_heads, by_groups_of_heads
 from verl_ext.attention.kernels import KernelOptions, sdpa
@@ -16,33 +15,6 @@ from verl_ext.parallel.shards import DocumentLayout
 SHAPES = [((5, 3, 9), (5, 3, 9)), ((5, 3, 9), (12, 3, 20)), ((600,), (640,))]
 
 
-def _scores(query, key, options, unseen):
-    logits = torch.einsum("qhe,khe->hqk", query, key) * (options.scale or query.size(-1) ** -0.5)
-    if options.softcap is not None:
-        logits = options.softcap * torch.tanh(logits / options.softcap)
-    return logits.masked_fill(unseen, -torch.inf)
-
-
-def _documents(query, key, value, layout, options):
-    """Yield each document's queries, keys and values, with a key head for every query head, and its hidden pairs."""
-    shared = query.size(1) // key.size(1)
-    for queries, keys in zip(pairwise(layout.offsets), pairwise(layout.keys.offsets), strict=True):
-        q, k, v = query[slice(*queries)], *(x[slice(*keys)].repeat_interleave(shared, 1) for x in (key, value))
-        distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-        yield q, k, v, (distance < 0) | (distance >= (options.window or len(k)))
-
-
-def whole(query, key, value, layout, options):
-    """Apply the formula to all scores of a document, with the sink as one more score."""
-    outputs = []
-    for q, k, v, unseen in _documents(query, key, value, layout, options):
-        logits = _scores(q, k, options, unseen)
-        if options.sinks is not None:
-            logits = torch.cat([logits, options.sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
-        outputs.append(torch.einsum("hqk,khe->qhe", logits.softmax(-1)[..., : len(k)], v))
-    return torch.cat(outputs)
-
-
 def _inputs(queries, keys):
     torch.manual_seed(0)
     shapes = ((sum(queries), 4, 8), (sum(keys), 2, 8), (sum(keys), 2, 8), (4,))
@@ -50,10 +22,10 @@ def _inputs(queries, keys):
 
 
 def _compare(attend, queries, keys, options):
-    """Assert that outputs and gradients of a form of attention are those of :func:`whole`."""
+    """Assert that outputs and gradients of a form of attention are those of :func:`of_all_scores`."""
     layout = DocumentLayout.from_lengths(queries, "cpu", keys)
     found = []
-    for form in (whole, attend):
+    for form in (of_all_scores, attend):
         *qkv, sinks = _inputs(queries, keys)
         given = options if options.softcap is not None else options._replace(sinks=sinks)
         output = form(*qkv, layout, given)

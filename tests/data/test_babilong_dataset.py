@@ -1,4 +1,4 @@
-"""BABILongDataset: rows written by hand, truncation, split, reports, constructor forms, both trainers' collators."""
+"""BABILongDataset: rows written by hand, truncation, split, reports."""
 
 import pickle
 from typing import ClassVar
@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from tokenizers import AddedToken
 from torch.utils.data import DataLoader, default_collate, random_split
-from transformers import BatchEncoding
+from transformers import AutoTokenizer, BatchEncoding
 
 from tests.lib.babilong_files import FACTS, byte_tokenizer, record, records, write_records
 from tests.lib.errors import refused
-from verl_ext.data import BABILongDataset, SFTDataSet
+from verl_ext.data import BABILongDataset
 from verl_ext.data.families.babilong import BABILongEncoder, SampleOptions, question_prompt
 from verl_ext.text.read.readers import Chunk
 
@@ -155,8 +154,6 @@ def test_the_boundary_between_fitting_and_cutting_is_exact(opened):
 
 
 def test_a_prompt_is_cut_where_a_word_tokenizer_drops_white_space(tiny_model):
-    from transformers import AutoTokenizer
-
     words = AutoTokenizer.from_pretrained(tiny_model)
     context = " ".join(f"w{number}" for number in range(30))
     encoder = BABILongEncoder(SampleOptions(max_length=20, answer_reserve_tokens=4), words)
@@ -241,28 +238,6 @@ def test_categories_are_tasks_and_sizes_by_the_files_paths(tmp_path, cache):
     assert [int(row["category_ids"].max()) for row in dataset] == [1, 2, 3, 4]
 
 
-def test_both_constructor_forms_give_the_same_rows(tmp_path, cache):
-    path = write_records(tmp_path / "32k.json", records(12, sentences=9))
-    options = {"answer_reserve_tokens": 8, "append_eos": True, "seed": 7, "train_ratio": 0.5, "cache_dir": cache}
-    config = OmegaConf.create({**options, "max_length": 64, "pad_mode": "no_padding", "custom_cls": {"path": None}})
-    OmegaConf.set_struct(config, True)
-    ours = BABILongDataset(path, TOKENIZER, 64, split="val", **options)
-    theirs = BABILongDataset(
-        parquet_files=OmegaConf.create([path]), tokenizer=TOKENIZER, config=config, processor=None, split="val"
-    )
-    assert len(ours) == len(theirs) == 6
-    for row, other in zip(ours, theirs, strict=True):
-        assert all(torch.equal(row[name], other[name]) for name in NAMES)
-
-
-def test_an_argument_wins_over_the_config(tmp_path, cache):
-    path = write_records(tmp_path / "0k.json", records(2))
-    config = {"max_length": 64, "max_tokens": 64, "answer_reserve_tokens": 8, "truncate": "right"}
-    dataset = BABILongDataset(path, TOKENIZER, 96, config=config, truncate="context", cache_dir=cache)
-    assert (dataset.options.max_length, dataset.options.truncate) == (96, "context")
-    assert dataset.options.answer_reserve_tokens == 8
-
-
 def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(opened):
     class Slow:
         """A tokenizer that returns a fast tokenizer's output without offsets."""
@@ -288,18 +263,6 @@ def test_a_slow_tokenizer_serves_prompts_that_fit_and_is_refused_for_others(open
         opened([named], Slow())
 
 
-def test_the_scan_needs_no_token_and_is_that_of_a_tokenized_folder(opened):
-    dataset = opened(records(10), split="train")
-    (folder,) = dataset.folders
-    read = SFTDataSet(folder, max_tokens=96, strategy="none")
-    rows, ours, theirs = dataset.spans.row, dataset.scan(), read.scan()
-    assert ours.targets.tolist() == theirs.targets[rows].tolist()
-    assert (ours.min_token_id, ours.category_ids) == (theirs.min_token_id, theirs.category_ids)
-    assert ours.max_token_id <= theirs.max_token_id
-    assert dataset.facts().targets.tolist() == [int(row["loss_mask"].sum()) for row in dataset]
-    assert np.array_equal(dataset.facts().tokens, [int(row["attention_mask"].sum()) for row in dataset])
-
-
 def test_a_dataset_pickles_and_loads_in_workers(opened):
     dataset = opened(records(6), split="train")
     again = pickle.loads(pickle.dumps(dataset))
@@ -308,24 +271,3 @@ def test_a_dataset_pickles_and_loads_in_workers(opened):
     expected = [default_collate([dataset[0], dataset[1]]), default_collate([dataset[2], dataset[3]])]
     for batch, wanted in zip(loaded, expected, strict=False):
         assert all(torch.equal(batch[name], wanted[name]) for name in NAMES)
-
-
-def test_our_collator_and_verls_take_the_rows(opened):
-    from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
-
-    from verl_ext.losses import LossSpec, category_weight_table
-    from verl_ext.trainer.collator import StepCollator
-
-    dataset = opened(records(2))
-    rows = [dataset[0], dataset[1]]
-    weights = category_weight_table(None, dataset.categories.names)
-    batch = StepCollator(LossSpec("token", weights), dataset.categories)(rows)
-    assert batch.input_ids.tolist() == torch.cat([row["input_ids"] for row in rows]).tolist()
-    targets = int(dataset.facts().targets.sum())
-    assert batch.counts["target_tokens"] == targets
-    assert int((batch.targets["coefficient"] > 0).sum()) == targets
-    nested = SFTTensorCollator(DatasetPadMode.NO_PADDING)(rows)
-    assert nested["labels"].is_nested
-    assert nested["labels"].offsets().tolist() == [0, 96, 192]
-    padded = SFTTensorCollator(DatasetPadMode.RIGHT)(rows)
-    assert padded["labels"].shape == padded["attention_mask"].shape == (2, 96)

@@ -1,4 +1,4 @@
-"""Texts that every family tokenizes into the cache: made once, for every use of the same tokens."""
+"""Texts that every family tokenizes into the cache: made once, for every use and form of the same tokens."""
 
 import json
 import logging
@@ -12,17 +12,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
+from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
 
 from tests.lib.babilong_files import byte_tokenizer, record, records, write_records
 from tests.lib.errors import refused
 from tests.lib.pretrain_files import texts_of, word_tokenizer, write_jsonl
 from tests.lib.ranks import in_turn, run_cases
-from verl_ext.data import BABILongDataset, PreTrainDataset
+from verl_ext.data import BABILongDataset, PreTrainDataset, SFTDataSet
 from verl_ext.data.families.babilong import BABILongEncoder, SampleOptions
 from verl_ext.data.families.babilong import find_task_files as find_babilong_files
 from verl_ext.data.families.pretrain import PreTrainEncoder
+from verl_ext.losses import LossSpec, category_weight_table
 from verl_ext.text.arrow_folder import DatasetWriter
 from verl_ext.text.read.readers import ChunkSize, read_files
+from verl_ext.trainer.collator import StepCollator
+from verl_ext.trainer.distributed import RunRanks
 
 
 @dataclass(frozen=True)
@@ -227,8 +232,6 @@ def test_the_folder_says_what_it_was_made_of(family, path):
 
 def _open_on_a_rank(name, path):
     """Return (the number of this rank's tokenizations, its rows' labels, the targets by the shared scan)."""
-    from verl_ext.trainer.distributed import RunRanks
-
     family, made = FAMILIES[name], []
     original = family.encoder.encode
     family.encoder.encode = lambda *arguments: (made.append(1), original(*arguments))[1]
@@ -266,3 +269,65 @@ def test_samples_are_tokenized_in_chunks_of_bounded_size(tmp_path):
     assert [token for row in tokens for token in row] == [
         token for chunk in chunks for token in chunk.input_ids.tolist()
     ]
+
+
+FORMS = [  # of rows
+    ("babilong", {"answer_reserve_tokens": 8, "append_eos": True}),
+    ("pretrain", {"rows": "packed", "max_tokens": 20}),
+    ("pretrain", {"rows": "padded", "max_tokens": 20}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
+def test_both_constructor_forms_give_the_same_rows(name, options, tmp_path):
+    family, cache = FAMILIES[name], str(tmp_path / "cache")
+    path = family.write(tmp_path / "data" / family.name, 14)
+    options = {**options, "seed": 7, "train_ratio": 0.5, "cache_dir": cache}
+    others = {"truncation": "error", "pad_mode": "no_padding", "custom_cls": {"path": None}}
+    config = OmegaConf.create({**options, **others, "max_length": family.max_length})
+    OmegaConf.set_struct(config, True)
+    ours = family.opened(path, split="val", **options)
+    form = {"parquet_files": OmegaConf.create([path]), "tokenizer": family.tokenizer(), "config": config}
+    theirs = type(ours)(**form, processor=None, split="val")
+    assert len(ours) == len(theirs)
+    for row, other in zip(ours, theirs, strict=True):
+        assert row.keys() == other.keys()
+        assert all(torch.equal(row[name], other[name]) for name in row)
+
+
+def test_an_argument_wins_over_the_config(family, path):
+    config = {"max_length": 64, "max_tokens": 64, "seed": 5, "train_ratio": 0.5}
+    options = family.opened(path, config=config, seed=1).options
+    assert (options.max_length, options.seed, options.train_ratio) == (family.max_length, 1, 0.5)
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS)
+def test_our_collator_and_verls_take_the_rows(name, options, tmp_path):
+    family = FAMILIES[name]
+    dataset = family.opened(family.write(tmp_path / "data" / family.name, 14), **options)
+    weights = category_weight_table(None, dataset.categories.names)
+    items = [dataset[0], dataset[1]]
+    batch = StepCollator(LossSpec("token", weights), dataset.categories)(items)
+    assert batch.input_ids.tolist() == torch.cat([item["input_ids"] for item in items]).tolist()
+    targets = int(dataset.facts().targets[:2].sum())
+    assert batch.counts["target_tokens"] == targets == int((batch.targets["coefficient"] > 0).sum())
+    nested = SFTTensorCollator(DatasetPadMode.NO_PADDING)(items)
+    assert nested["labels"].is_nested
+    assert nested["labels"].offsets().diff().tolist() == [len(item["labels"]) for item in items]
+    if "attention_mask" in items[0]:
+        padded = SFTTensorCollator(DatasetPadMode.RIGHT)(items)
+        assert padded["labels"].shape == padded["attention_mask"].shape == (2, family.max_length)
+
+
+def test_the_scan_needs_no_token_and_is_that_of_a_tokenized_folder(family, tmp_path):
+    path = family.write(tmp_path / "data" / family.name, 10)
+    whole, dataset = family.opened(path), family.opened(path, split="train", train_ratio=0.8)
+    (folder,) = dataset.folders
+    read = SFTDataSet(folder, max_tokens=family.max_length, strategy="none")
+    assert dataset.scan().targets.tolist() == read.scan().targets[dataset.spans.row].tolist()
+    assert dataset.scan().category_ids == read.scan().category_ids
+    assert whole.facts().token_range == read.facts().token_range
+    for each in (whole, dataset):
+        assert each.facts().targets.tolist() == [int(row["loss_mask"].sum()) for row in each]
+        tokens = [int(row.get("attention_mask", torch.ones_like(row["input_ids"])).sum()) for row in each]
+        assert each.facts().tokens.tolist() == tokens

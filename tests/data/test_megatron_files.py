@@ -112,12 +112,6 @@ def test_the_digest_follows_lengths_and_dtype(tmp_path, corpus):
     assert TokenIndex(write(tmp_path / "other", DOCUMENTS[::-1])).digest != digest
 
 
-def test_modes_of_multimodal_files_are_passed_over(corpus):
-    with open(f"{corpus}.idx", "ab") as file:
-        file.write(bytes(len(DOCUMENTS)))
-    assert read(TokenIndex(corpus)) == DOCUMENTS
-
-
 def test_the_dtype_is_megatrons_choice_for_a_vocabulary():
     assert [optimal_dtype(size).name for size in (256, 65499, 65500, 65536)] == ["uint16", "uint16", "int32", "int32"]
 

@@ -16,10 +16,9 @@ from transformers import AutoTokenizer
 
 from tests.lib.document_texts import EOS, random_words, stream_of, tokens_of, write_jsonl, write_texts
 from tests.lib.errors import refused
-from tests.lib.megatron_peer import megatron_file, open_gpt_dataset
+from tests.lib.megatron_peer import megatron_file
 from tests.lib.pretrain_files import write_index
 from verl_ext.data import MultiDocDataset
-from verl_ext.data.stream.plans import random_starts
 from verl_ext.trainer.report import data_facts, step_facts
 from verl_ext.trainer.report_lines import report_lines
 from verl_ext.trainer.step_plan import StepPlan
@@ -221,18 +220,6 @@ def test_the_two_constructor_forms_give_the_same_samples(opened, texts, tokenize
     assert len(MultiDocDataset(parquet_files=texts, tokenizer=tokenizer, config=config, max_samples=4)) == 4
 
 
-def test_a_document_stream_reads_what_megatron_reads(opened, tmp_path):
-    rng = np.random.default_rng(0)
-    documents = [rng.integers(3, 100, length).tolist() for length in (5, 1, 16, 17, 33, 2, 60, 8)]
-    prefix = write_index(tmp_path / "corpus", documents)
-    dataset = opened(prefix, num_samples=30, seed=11)
-    assert dataset.sampling == "document_stream"
-    theirs = open_gpt_dataset(prefix, np.arange(len(documents), dtype=np.int32), 16, 30, 11)
-    for k in range(30):
-        text, _ = theirs._query_document_sample_shuffle_indices(k)
-        assert ids(dataset[k]) == text.tolist()
-
-
 def test_a_blend_keeps_its_shares_at_every_prefix_and_names_its_sources(opened, tmp_path):
     paths = [write_index(tmp_path / name, [[number + 3] * 50] * 20) for number, name in enumerate("abc")]
     weights = (0.5, 0.3, 0.2)
@@ -387,8 +374,3 @@ def _documents(stream):
 
 def test_tokens_of_a_text_are_the_tokenizers(tokenizer):
     assert tokens_of(TEXTS[2], eos=False) == tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]
-
-
-def test_random_starts_reach_the_last_start():
-    assert random_starts(16, 16, 0).tolist() == [0]
-    assert max(int(random_starts(20, 4, seed).max()) for seed in range(50)) == 16

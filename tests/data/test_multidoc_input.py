@@ -1,8 +1,8 @@
 """Inputs that MultiDocDataset refuses: one line names the key and the value received; nothing is overwritten."""
 
 import logging
-import struct
 
+import fsspec
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
@@ -106,23 +106,6 @@ def test_an_index_without_its_tokens_and_one_that_is_cut(prefix, tmp_path, asser
     assert_refused(prefix, "data.train_dir", "corpus.bin: No such file")
 
 
-@pytest.mark.parametrize(
-    ("at", "value", "thing"),
-    [
-        (0, b"MMIDIDY", r"b'MMIDIDY\x00\x00'"),
-        (9, struct.pack("<Q", 2), "version 1"),
-        (17, b"\x09", "dtype code"),
-        (18, struct.pack("<Q", 5), "5 sequences"),
-        (34, struct.pack("<i", 31), "pointer"),
-    ],
-)
-def test_an_idx_that_is_none(at, value, thing, prefix, tmp_path, assert_refused):
-    data = bytearray((tmp_path / "corpus.idx").read_bytes())
-    data[at : at + len(value)] = value
-    (tmp_path / "corpus.idx").write_bytes(data)
-    assert_refused(prefix, "data.train_dir", "corpus.idx", thing)
-
-
 def test_a_text_that_is_no_utf8_names_the_file_and_the_byte(tmp_path, assert_refused, tokenizer):
     folder = write_texts(tmp_path / "texts", random_words((9, 12)))
     (tmp_path / "texts" / "000.txt").write_bytes(b"w1 w2 \xff w3")
@@ -134,8 +117,6 @@ def test_a_text_that_is_no_utf8_names_the_file_and_the_byte(tmp_path, assert_ref
 
 
 def test_texts_behind_a_url_give_the_same_samples(tmp_path, tokenizer):
-    import fsspec
-
     (tmp_path / "scenes.txt").write_text("the cat sat on the mat " * 50)
     fsspec.filesystem("memory").pipe("/multidoc/scenes.txt", (tmp_path / "scenes.txt").read_bytes())
     local, remote = (

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.lib.chat_templates import CHATML, STRIPS_THINKING, tiny_tokenizer
+from tests.lib.document_texts import write_lines
 from tests.lib.errors import names, refused
 from tests.lib.shown import audit_of, document, show
 from tests.lib.tokenized_data import FEATURES
+from tests.lib.tokenized_text import tokenize_files
 from verl_ext.answers.options import AnswerOptions
 from verl_ext.answers.prompts import Prompts
 from verl_ext.commands.command_line import read_options
@@ -45,12 +47,9 @@ def said(text: str) -> dict[str, str]:
 
 def made(tmp_path: Path, model: str, sources: dict[str, list[Any]], *options: str, **more: Any) -> tuple[str, Report]:
     """Tokenize records by source; return the folder and the report."""
-    for name, records in sources.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    listed = ",".join(f"{name}:{tmp_path / name}.jsonl" for name in sources)
-    out = tmp_path / "out"
-    given = [f"sources={{{listed}}}", f"output_dir={out}", f"model.path={model}", "overwrite=true", "num_workers=1"]
-    return str(out), tokenize(read_options(TokenizeOptions, [*given, *options]), ChunkSize(2, 200), **more)
+    paths = {name: write_lines(tmp_path / f"{name}.jsonl", records) for name, records in sources.items()}
+    given, out = {"chunk_size": ChunkSize(2, 200), **more}, tmp_path / "out"
+    return str(out), tokenize_files(paths, out, Path(model), "overwrite=true", *options, **given)
 
 
 CHAT = {"messages": [user("the cat"), said("sat")]}

@@ -1,4 +1,4 @@
-"""PreTrainDataset's rows equal a plain construction, document by document; splits, reports, and both collators."""
+"""PreTrainDataset's rows equal a plain construction, document by document; splits and reports."""
 
 import pickle
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, default_collate, random_split
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -18,7 +17,6 @@ from tests.lib.errors import refused
 from tests.lib.pretrain_files import plain_document, plain_row, texts_of, word_tokenizer, write_jsonl
 from tests.lib.tiny_model import SHAPE
 from verl_ext.attention import PACKED_ATTENTION
-from verl_ext.data import SFTDataSet
 from verl_ext.data.families.pretrain import PreTrainDataset
 from verl_ext.parallel.shards import document_layout
 
@@ -150,29 +148,6 @@ def test_padded_rows_are_those_of_max_length_whatever_the_options_of_packs(opene
         assert all(torch.equal(row[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("rows", ["packed", "padded"])
-def test_both_constructor_forms_give_the_same_rows(tmp_path, cache, rows):
-    path = write_jsonl(tmp_path / "web.jsonl", texts_of(range(1, 15)))
-    options = {"seed": 7, "train_ratio": 0.5, "cache_dir": cache, "rows": rows, "max_tokens": 20}
-    config = OmegaConf.create({**options, "max_length": 8, "truncation": "error", "custom_cls": {"path": None}})
-    OmegaConf.set_struct(config, True)
-    ours = PreTrainDataset(tokenizer=TOKENIZER, datapath=path, max_length=8, split="val", **options)
-    theirs = PreTrainDataset(
-        parquet_files=OmegaConf.create([path]), tokenizer=TOKENIZER, config=config, processor=None, split="val"
-    )
-    assert len(ours) == len(theirs)
-    for row, other in zip(ours, theirs, strict=True):
-        assert row.keys() == other.keys()
-        assert all(torch.equal(row[name], other[name]) for name in row)
-
-
-def test_an_argument_wins_over_the_config(opened):
-    config = {"max_length": 64, "max_tokens": 64, "seed": 5, "strategy": "next_fit"}
-    dataset = opened(texts_of([4]), config=config, max_length=9, seed=1)
-    assert (dataset.options.max_length, dataset.options.seed) == (9, 1)
-    assert (dataset.max_tokens, dataset.options.strategy) == (64, "next_fit")
-
-
 @pytest.mark.parametrize(("ratio", "seed"), [(0.9, 42), (0.5, 0)])
 def test_the_split_is_by_document_and_has_the_members_of_torchs_random_split(opened, ratio, seed):
     texts, size = texts_of([3] * 8 + [5] * 3), int(ratio * 11)
@@ -228,17 +203,6 @@ def test_documents_over_the_budget_are_counted_among_those_in_use(opened):
         opened(texts_of([9, 2, 6, 6]), max_tokens=6)
 
 
-def test_the_scan_needs_no_token_and_is_that_of_a_tokenized_folder(opened):
-    dataset = opened(texts_of([3, 9, 1, 5, 2]), split="train", train_ratio=0.8, max_tokens=20)
-    (folder,) = dataset.folders
-    read = SFTDataSet(folder, max_tokens=20)
-    assert dataset.scan().targets.tolist() == read.scan().targets[dataset.spans.row].tolist()
-    whole = opened(texts_of([3, 9, 1, 5, 2]), max_tokens=20)
-    assert whole.facts().token_range == read.facts().token_range
-    assert whole.scan().category_ids == read.scan().category_ids
-    assert whole.facts().targets.tolist() == [int(row["loss_mask"].sum()) for row in whole]
-
-
 def test_a_dataset_pickles_and_loads_in_workers(opened):
     dataset = opened(texts_of([3, 9, 1, 5, 2, 4]), split="train", train_ratio=0.9, rows="padded")
     again = pickle.loads(pickle.dumps(dataset))
@@ -247,23 +211,6 @@ def test_a_dataset_pickles_and_loads_in_workers(opened):
     for number, batch in enumerate(loaded[:2]):
         wanted = default_collate([dataset[2 * number], dataset[2 * number + 1]])
         assert all(torch.equal(batch[name], wanted[name]) for name in NAMES)
-
-
-@pytest.mark.parametrize("rows", ["packed", "padded"])
-def test_our_collator_and_verls_take_the_rows(opened, rows):
-    from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
-
-    from verl_ext.losses import LossSpec, category_weight_table
-    from verl_ext.trainer.collator import StepCollator
-
-    dataset = opened(texts_of([3, 9, 1, 5]), rows=rows, max_tokens=16)
-    weights = category_weight_table(None, dataset.categories.names)
-    items = [dataset[0], dataset[1]]
-    batch = StepCollator(LossSpec("token", weights), dataset.categories)(items)
-    targets = int(dataset.facts().targets[:2].sum())
-    assert batch.counts["target_tokens"] == targets == int((batch.targets["coefficient"] > 0).sum())
-    nested = SFTTensorCollator(DatasetPadMode.NO_PADDING)(items)
-    assert nested["labels"].offsets().diff().tolist() == [len(item["labels"]) for item in items]
 
 
 def test_the_loss_of_packed_rows_is_that_of_padded_rows_document_by_document(opened):

@@ -1,10 +1,15 @@
 """Input that PreTrainDataset reads or refuses in one line: formats, records, options, tokenizers."""
 
+import bz2
+import gzip
 import json
 import logging
 
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from datasets import load_from_disk
+from datasets import Dataset, load_from_disk
 
 from tests.lib.errors import refused
 from tests.lib.pretrain_files import plain_document, texts_of, word_tokenizer, write_jsonl
@@ -32,13 +37,6 @@ def tokens_of(dataset):
 
 
 def test_every_format_gives_the_same_documents(tmp_path, opened):
-    import bz2
-    import gzip
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    from datasets import Dataset
-
     texts = texts_of([3, 9, 1])
     records = [{"text": text, "other": number} for number, text in enumerate(texts)]
     lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -59,8 +57,6 @@ def test_every_format_gives_the_same_documents(tmp_path, opened):
 
 
 def test_files_behind_a_url_give_the_same_documents(opened):
-    import fsspec
-
     texts = texts_of([3, 9, 1])
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     fsspec.filesystem("memory").pipe("/pretrain/web.jsonl", lines.encode())

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from tests.lib.errors import refused
-from tests.lib.stock_verl import needs_stock_verl
 from tests.lib.tokenized_data import random_documents, write_tokenized
 from verl_ext.data import SFTDataSet
 from verl_ext.packing import plan_packs
@@ -119,43 +118,6 @@ def test_the_plan_is_plan_packs_of_the_lengths(folder):
     plan = plan_packs(load_from_disk(folder)["length"][:], 20, "best_fit", 5)
     assert dataset.plan().document_index.tolist() == plan.document_index.tolist()
     assert dataset.plan().pack_offsets.tolist() == plan.pack_offsets.tolist()
-
-
-def original_rows(folder, max_tokens, padding_value):
-    """Return rows of the original TokenAwareBatchPack without its shuffle: its packs and collate, token by token."""
-    records = [dict(record) for record in load_from_disk(folder)]
-    packs, pack, pack_tokens = [], [], 0
-    for record in records:
-        if pack and pack_tokens + record["length"] > max_tokens:
-            packs.append(pack)
-            pack, pack_tokens = [], 0
-        if record["length"] <= max_tokens:
-            pack.append(record)
-            pack_tokens += record["length"]
-    packs.append(pack)
-    for pack in packs:
-        row = {name: np.zeros(max_tokens, np.int64) for name in ("position_ids", "loss_mask", "category_ids")}
-        row["attention_mask"] = np.zeros(max_tokens, np.int64)
-        row["input_ids"] = np.full(max_tokens, padding_value, np.int64)
-        at = 0
-        for record in pack:
-            end = at + record["length"]
-            for name in ("input_ids", "loss_mask", "category_ids"):
-                row[name][at:end] = record[name]
-            row["position_ids"][at:end] = range(record["length"])
-            row["attention_mask"][at:end] = 1
-            at = end
-        row["position_ids"][at:] = range(max_tokens - at)
-        yield row
-
-
-def test_next_fit_with_padding_gives_the_arrays_of_the_original(folder):
-    dataset = SFTDataSet(folder, 20, P, strategy="next_fit", pad_mode="right", over_length="drop")
-    expected = list(original_rows(folder, 20, P))
-    assert len(dataset) == len(expected)
-    for ours, theirs in zip(dataset, expected, strict=True):
-        assert ours.pop("loss_weight") is not None
-        assert_rows(ours, {name: values.tolist() for name, values in theirs.items()})
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -286,25 +248,6 @@ def test_a_dataset_pickles_without_its_tokens(tmp_path):
     text = pickle.dumps(dataset)
     assert len(text) < 10_000
     assert torch.equal(pickle.loads(text)[2]["input_ids"], dataset[2]["input_ids"])
-
-
-@needs_stock_verl
-def test_verls_own_trainer_functions_load_and_collate_the_packs(folder):
-    from verl.trainer.sft_trainer import create_sft_dataset
-    from verl.utils.dataset.dataset_utils import SFTTensorCollator
-
-    config = OmegaConf.create(
-        {"max_tokens": 20, "custom_cls": {"path": "pkg://verl_ext.data", "name": "SFTDataSet"}, "train_batch_size": 2}
-    )
-    dataset = create_sft_dataset(folder, config, Tokenizer(), None, max_samples=-1)
-    assert type(dataset) is SFTDataSet
-    loader = DataLoader(dataset, batch_size=2, collate_fn=SFTTensorCollator("no_padding"), num_workers=1)
-    batch = next(iter(loader))
-    assert batch["input_ids"].is_nested
-    assert batch.keys() == {"input_ids", "position_ids", "loss_mask", "category_ids", "loss_weight"}
-    for pack in range(2):
-        for name, values in dataset[pack].items():
-            assert torch.equal(batch[name][pack], values)
 
 
 def test_the_category_of_a_first_token_is_not_that_of_a_target(tmp_path):

@@ -333,12 +333,6 @@ def test_token_ids_outside_the_vocabulary_are_refused(tmp_path):
         check_vocabulary((negative.min_token_id, negative.max_token_id), 100)
 
 
-def test_max_tokens_below_every_document_is_refused(tmp_path, documents):
-    folder = write_tokenized(tmp_path / "data", documents[2:6:2] + documents[3:4])
-    assert_refused(folder, "data.max_tokens", 2, "3 of 3", "16 tokens", max_tokens=2)
-    assert_refused(folder, "data.max_tokens", 2, "data.over_length=drop", "none", max_tokens=2, over_length="drop")
-
-
 def assert_same_packs(ours, theirs):
     assert len(ours) == len(theirs)
     for left, right in zip(ours, theirs, strict=True):

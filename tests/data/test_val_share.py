@@ -84,27 +84,21 @@ LEFT_OUT = ("deduplicate=true", "on_bad_record=skip")
 
 
 @pytest.mark.parametrize("share", ["val_share=0.2", "val_share=9"])
-def test_the_size_of_chunks_changes_nothing(tmp_path: Path, chatml: Path, share: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "size"), [(1, ChunkSize(1, 1)), pytest.param(2, ChunkSize(16, 3000), marks=pytest.mark.slow)]
+)
+def test_the_size_of_chunks_and_the_number_of_workers_change_nothing(
+    tmp_path: Path, chatml: Path, share: str, workers: int, size: ChunkSize
+) -> None:
     made(tmp_path / "one", chatml, weighted_and_bad(), share, *LEFT_OUT)
-    made(tmp_path / "small", chatml, weighted_and_bad(), share, *LEFT_OUT, size=ChunkSize(1, 1))
+    made(tmp_path / "other", chatml, weighted_and_bad(), share, *LEFT_OUT, f"num_workers={workers}", size=size)
     for part in ("train", "val"):
-        one, small = (load_from_disk(str(tmp_path / run / "out" / part)).data.table for run in ("one", "small"))
-        assert one.equals(small)
-        reports = [json.loads((tmp_path / run / "out" / part / "report.json").read_text()) for run in ("one", "small")]
-        assert reports[0]["categories"] == json.loads(
-            json.dumps(reports[1]["categories"]).replace(str(tmp_path / "small"), str(tmp_path / "one"))
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", ["val_share=0.2", "val_share=9"])
-def test_the_number_of_workers_changes_nothing(tmp_path: Path, chatml: Path, share: str) -> None:
-    made(tmp_path / "one", chatml, weighted_and_bad(), share, *LEFT_OUT)
-    several = (*LEFT_OUT, "num_workers=2")
-    made(tmp_path / "several", chatml, weighted_and_bad(), share, *several, size=ChunkSize(16, 3000))
-    for part in ("train", "val"):
-        one, other = (load_from_disk(str(tmp_path / run / "out" / part)).data.table for run in ("one", "several"))
+        one, other = (load_from_disk(str(tmp_path / run / "out" / part)).data.table for run in ("one", "other"))
         assert one.equals(other)
+        reports = [json.loads((tmp_path / run / "out" / part / "report.json").read_text()) for run in ("one", "other")]
+        assert reports[0]["categories"] == json.loads(
+            json.dumps(reports[1]["categories"]).replace(str(tmp_path / "other"), str(tmp_path / "one"))
+        )
 
 
 def test_a_number_holds_out_as_many_different_records_and_their_repetitions(tmp_path: Path, chatml: Path) -> None:

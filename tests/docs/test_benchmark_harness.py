@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from benchmarks import __main__
 from benchmarks.cells import ROOT, in_own_process, on_ranks
@@ -55,8 +56,6 @@ def _failing(value):
 
 
 def _meeting():
-    import torch.distributed as dist
-
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, dist.get_rank())
     return {"ranks": found}

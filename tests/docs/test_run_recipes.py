@@ -1,6 +1,5 @@
 """Recipes that are whole runs: their files compose, and their small forms learn what their README says."""
 
-import json
 import re
 import runpy
 import shutil
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lib.recipe_runs import RECIPES, run_recipe
+from tests.lib.recipe_runs import RECIPES, run_recipe, values
 from verl_ext.__main__ import main
 
 NAMES = sorted(path.parent.name for path in RECIPES.glob("*/run.yaml"))
@@ -81,18 +80,12 @@ def test_a_list_shows_where_to_begin_and_a_copy_has_what_its_scripts_need(tmp_pa
     assert main(["recipes", "longalign", f"to={tmp_path}"]) == 2
 
 
-def validation(run: Path, metric: str) -> list[float]:
-    """Return a metric's values at validation, from before training to its end."""
-    lines = (json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines())
-    return [line[f"val/{metric}"] for line in lines if f"val/{metric}" in line]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REACHED)
 def test_the_small_form_reaches_the_losses_of_its_readme(name, tmp_path):
     printed = run_recipe(f"{name}/small.sh", tmp_path / "run")
     for metric, bound in REACHED[name].items():
-        first, *_, last = validation(tmp_path / "run" / "out", metric)
+        first, *_, last = values(tmp_path / "run" / "out", f"val/{metric}")
         assert last < bound < first, metric
     if name == "qwen3_0.6b_first_run":
         assert "Tuesday follows Monday." in printed
@@ -104,7 +97,7 @@ def test_preferences_are_learnt_from_pairs_and_from_labels_on_one_base(tmp_path)
         printed = run_recipe("dpo_after_sft/small.sh", tmp_path / "run", f"loss={loss}")
         assert ("A base model" in printed) == (loss == "dpo")  # the second start keeps it
         for category in ("sums", "facts"):
-            margins = validation(tmp_path / "run" / "out", f"{category}_reward_margin")
+            margins = values(tmp_path / "run" / "out", f"val/{category}_reward_margin")
             assert margins[0] == 0
             assert margins[-1] > 3
 
@@ -112,9 +105,9 @@ def test_preferences_are_learnt_from_pairs_and_from_labels_on_one_base(tmp_path)
 @pytest.mark.slow
 def test_a_tenth_of_general_chats_keeps_what_the_base_knew(tmp_path):
     run_recipe("categories/small.sh", tmp_path / "run")
-    kept, lost = (validation(tmp_path / "run" / f"{name}_chats", "chats_loss") for name in ("with", "without"))
+    kept, lost = (values(tmp_path / "run" / f"{name}_chats", "val/chats_loss") for name in ("with", "without"))
     assert kept[0] == lost[0]
     assert kept[-1] < 2 * kept[0] + 0.1
     assert lost[-1] > 5 * kept[-1]
     for name in ("with", "without"):
-        assert validation(tmp_path / "run" / f"{name}_chats", "code_loss")[-1] < 0.9
+        assert values(tmp_path / "run" / f"{name}_chats", "val/code_loss")[-1] < 0.9

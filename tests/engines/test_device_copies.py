@@ -10,6 +10,7 @@ import torch
 
 from tests.lib.attention_packs import LENGTHS, attention_pack
 from tests.lib.errors import refused
+from tests.lib.packed_engine import build_worker
 from tests.lib.ranks import run_cases
 from tests.lib.tensor_calls import Copies
 from verl_ext.data import CategoryTable
@@ -31,8 +32,6 @@ def _batch() -> StepBatch:
 
 
 def _copies(model: str, ulysses: int, groups: int) -> dict:
-    from tests.lib.packed_engine import build_worker
-
     engine = build_worker(model, ulysses, [f"parallel.context_parallel_size={groups}"]).engine
     batch = _batch()
     columns = [*batch.targets.values(), *(column for column in vars(batch).values() if torch.is_tensor(column))]

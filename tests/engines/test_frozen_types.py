@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.lib.errors import names
+from tests.lib.packed_engine import build_worker, token_step
 from tests.lib.ranks import run_cases
 from tests.lib.reference import documents_of_answers, fill_adapters
 from tests.lib.small_models import write_small_models
@@ -34,8 +35,6 @@ KINDS = {  # the model and the overrides
 
 def steps(folders, dtype):
     """Return, for each kind, a step and the types of frozen and of trained parameters."""
-    from tests.lib.packed_engine import build_worker, token_step
-
     found = {}
     for kind, (model, overrides) in KINDS.items():
         engine = build_worker(folders[model], 1, [BF16, f"model.frozen_dtype={dtype}", *overrides]).engine

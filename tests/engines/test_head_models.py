@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.lib.checked import typed
+from tests.lib.packed_engine import build_worker, token_step
 from tests.lib.ranks import run_cases
 from tests.lib.reference import Document, Reference, fill_adapters, load_eager
 from tests.lib.tiny_model import write_tiny_model
@@ -71,8 +72,6 @@ TARGETS = ["q_proj", "lm_head"]  # the targets of the adapters on LLaMA
 
 def train(model: str, kind: str):
     """Return the head that a folder's model allows, and a step by each head; a kind is a precision or "lora"."""
-    from tests.lib.packed_engine import build_worker, token_step
-
     dtype = "fp32" if kind == "lora" else kind
     overrides = [f"engine.mixed_precision={{param_dtype:{dtype},reduce_dtype:fp32,buffer_dtype:fp32}}"]
     if kind == "lora":
@@ -101,8 +100,6 @@ def folder(tmp_path_factory):
 
 def gathers(model: str) -> dict[str, Counter]:
     """Count by head how often FSDP2 gathers each group of parameters in a step of one micro-batch."""
-    from tests.lib.packed_engine import build_worker, token_step
-
     engine = build_worker(model, sequence_parallel=2).engine
     counts = {}
     for head in HEADS:
@@ -147,12 +144,9 @@ def test_a_step_with_an_adapter_on_the_head_equals_plain_hugging_face(folder, fo
 
 
 def assert_all_equal(steps, expected):
-    for head, step in zip(HEADS, steps, strict=True):
-        assert step.report["train/loss"] == pytest.approx(expected.loss, rel=TOLERANCE), head
-        assert step.gradients.keys() == expected.gradients.keys()
-        for parameter, gradient in expected.gradients.items():
-            off = float((step.gradients[parameter].double() - gradient).norm() / max(gradient.norm(), 1e-12))
-            assert off < TOLERANCE, f"{head}: {parameter} is off by {off:.1e} of its norm"
+    assert len(steps) == len(HEADS)
+    for step in steps:
+        expected.assert_taken(step, TOLERANCE, TOLERANCE, floor=0)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -221,28 +215,6 @@ def adapted(folder, *modules):
     ids = torch.randint(4, 128, (1, 12))
     rows = TargetRows.from_rows(torch.arange(11), 12, SequenceShards())
     return model, ids, ids[0, 1:], torch.rand(11), rows
-
-
-def test_an_adapter_on_the_head_has_the_gradients_of_its_logits(folder):
-    model, ids, labels, coefficients, rows = adapted(folder, "lm_head")
-    assert cheapest_head(model) == "fused"
-
-    def gradients(loss):
-        model.zero_grad()
-        loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    logits = model(ids).logits[0, :-1].float()
-    plain = gradients((coefficients * torch.nn.functional.cross_entropy(logits, labels, reduction="none")).sum())
-    head = FusedHead(model)
-    with head.computing_loss(HeadInputs(labels, coefficients, rows, None, 3000)):
-        terms = model(ids, logits_to_keep=rows.local).logits[0, :, 0]
-    fused = gradients(terms.sum())
-    assert plain.keys() == fused.keys()
-    assert any("lora_A" in name for name in plain)
-    for name, gradient in plain.items():
-        torch.testing.assert_close(fused[name], gradient, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model(ids).logits[0, :-1].float(), logits)  # logits again if no head work is given
 
 
 @pytest.mark.parametrize("merged", [False, True])

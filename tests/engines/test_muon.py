@@ -39,14 +39,8 @@ MUON = "optim.optimizer=Muon"
 
 
 def options(**given: Any) -> Any:
-    of_verl = {
-        "optimizer": "Muon",
-        "optimizer_impl": "torch.optim",
-        "lr": 0.1,
-        "betas": (0.8, 0.9),
-        "weight_decay": 0.2,
-    }
-    return SimpleNamespace(**of_verl | {"override_optimizer_config": given})
+    of_verl = {"optimizer": "Muon", "optimizer_impl": "torch.optim", "lr": 0.1, "betas": (0.8, 0.9)}
+    return SimpleNamespace(**of_verl, weight_decay=0.2, override_optimizer_config=given)
 
 
 def values(seed: int) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.lib.errors import names
+from tests.lib.packed_engine import build_worker, token_step
 from tests.lib.ranks import run_cases
 from tests.lib.reference import Reference, documents_of_answers, fill_adapters, load_eager
 from tests.lib.tiny_model import VOCABULARY, write_tiny_model
@@ -54,8 +55,6 @@ def resized(folder, rows: int, model: Any = None) -> Any:
 
 def steps(folders: dict[str, str], sequence_parallel: int):
     """Return a step of each kind."""
-    from tests.lib.packed_engine import build_worker, token_step
-
     found = {}
     for kind, (model, overrides) in KINDS.items():
         engine = build_worker(folders[model], sequence_parallel, [WORDS, SPECIAL, *overrides]).engine
@@ -83,9 +82,7 @@ def test_a_step_equals_that_of_plain_transformers_with_the_same_rows(kind, layou
     expected = Reference(model, DOCUMENTS).step(PACKS, "token", {})
     head, step = runs[1][layout][0][kind]
     assert head == "fused"
-    assert step.report["train/loss"] == pytest.approx(expected.loss, rel=1e-5)
-    assert step.gradients.keys() == expected.gradients.keys()
-    assert max(expected.gradient_errors(step.gradients).values()) < 1e-5
+    expected.assert_taken(step)
 
 
 WHOLE = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"

@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from tests.lib.errors import names
 from tests.lib.four_bits import DOCUMENTS, PACKS, bitsandbytes_base, with_factors, write_model
+from tests.lib.packed_engine import build_worker, token_step
 from tests.lib.ranks import run_cases
 from tests.lib.reference import Reference, fill_adapters
 from tests.lib.tiny_model import VOCABULARY
@@ -38,8 +39,6 @@ LEARNING = ("optim.lr=1e-2", "optim.lr_scheduler_type=constant", "optim.weight_d
 
 def ten_steps(folder):
     """Return the losses of ten steps over the same packs."""
-    from tests.lib.packed_engine import build_worker, token_step
-
     engine = build_worker(folder, 1, [*LORA, *LEARNING]).engine
     fill_adapters(engine.module)
     return [token_step(engine, PACKS).report["train/loss"] for _ in range(10)]
@@ -47,8 +46,6 @@ def ten_steps(folder):
 
 def gathered(folder):
     """Return the bytes that FSDP gathers in a step, with a base in bf16 and in NF4."""
-    from tests.lib.packed_engine import build_worker, token_step
-
     call, found = collectives.DefaultAllGather.__call__, []
 
     def counted(self, output_tensor, *args, **kwargs):

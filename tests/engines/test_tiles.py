@@ -1,6 +1,7 @@
 """Layers and MLPs over tiles of tokens give the values and gradients of the whole sequence in a tile's memory."""
 
 import copy
+import math
 import types
 from collections import Counter
 
@@ -11,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.lib.checked import checked, typed
 from tests.lib.errors import refused
 from tests.lib.ranks import in_turn, only_rank, run_ranks
+from tests.lib.tensor_calls import MadeTensors
 from verl_ext.attention import packed as _packed  # noqa: F401 - registers it
 from verl_ext.attention.kernels import PACKED_ATTENTION
 from verl_ext.config.architecture import Architecture
@@ -242,21 +244,6 @@ def test_a_forward_that_a_kernel_package_has_put_in_its_place_is_tiled():
     assert_close(*answers, tolerance=1e-5)
 
 
-class Largest(TorchDispatchMode):
-    """A record of the largest output tensor with a given number of features."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.features, self.tokens = features, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 and tensor.shape[-1] == self.features:
-                self.tokens = max(self.tokens, tensor.numel() // self.features)
-        return output
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_no_intermediate_activation_is_larger_than_a_tile(checkpointing):
     model = model_of("llama")
@@ -265,9 +252,10 @@ def test_no_intermediate_activation_is_larger_than_a_tile(checkpointing):
     ids = torch.randint(64, (1, 300))
 
     def largest() -> int:
-        with Largest(INTERMEDIATE) as seen:
+        with MadeTensors() as made:
             model(input_ids=ids, use_cache=False, logits_to_keep=1).logits.sum().backward()
-        return seen.tokens
+        shapes = [each.shape for each in made.seen if len(each.shape) > 1 and each.shape[-1] == INTERMEDIATE]
+        return max(math.prod(shape[:-1]) for shape in shapes)
 
     assert largest() == 300
     apply_activation_options(model, ActivationOptions(tile_tokens=32))
@@ -315,24 +303,8 @@ def test_a_layer_adds_one_hidden_state_and_its_gradients_to_the_peak_of_a_step(f
     assert grown < 1.1, grown
 
 
-class Collectives(TorchDispatchMode):
-    """A counter of the calls of each collective."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            self.counts[str(function)] += 1
-        return function(*args, **(kwargs or {}))
-
-
 def _collectives(options: ActivationOptions) -> dict[str, int]:
     """Count the collectives of a step of two micro-batches on FSDP2, with gradient checkpointing."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = model_of("llama")
     model.gradient_checkpointing_enable()
     apply_activation_options(model, options)
@@ -340,23 +312,21 @@ def _collectives(options: ActivationOptions) -> dict[str, int]:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with Collectives() as seen:
+    with MadeTensors() as made:
         for _ in range(2):
             model(input_ids=torch.randint(64, (1, 30)), use_cache=False).logits.sum().backward()
-    return dict(seen.counts)
+    return dict(Counter(name for each in made.seen if (name := str(each.operation)).startswith("c10d.")))
 
 
 def test_parameters_are_gathered_and_gradients_reduced_as_often_as_without_tiles():
     both = (ActivationOptions(), ActivationOptions(tile_tokens=4))
     whole, tiled = run_ranks(in_turn, 2, [(_collectives, options) for options in both])[0]
     assert tiled == whole
-    assert {"c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"} <= whole.keys()
+    assert {"c10d._allgather_base_", "c10d._reduce_scatter_base_"} <= whole.keys()
 
 
 def test_a_parameter_that_is_not_gathered_around_the_tiles_is_an_error():
     """This happens if FSDP wraps a part of it; no gradient may be lost in silence."""
-    from torch.distributed.fsdp import fully_shard
-
     mlp = mlps_of(model_of("llama"))[0]
     TiledModule(mlp, 4)
     with only_rank():

@@ -7,9 +7,12 @@ reads weights or optimizer state must find them loaded.
 from unittest import mock
 
 import pytest
+from verl.workers.engine import base
+from verl.workers.engine.fsdp import transformer_impl as verl
 
 from tests.lib.ranks import run_cases
 from tests.lib.training import build, exact_metrics, into, small_run, train_alone
+from verl_ext.checkpoint import export, state
 
 pytestmark = pytest.mark.slow
 
@@ -18,11 +21,6 @@ OFFLOAD = ("engine.param_offload=true", "engine.optimizer_offload=true")
 
 def watched(overrides: list[str]) -> tuple[list[tuple[str, str]], dict[str, str]]:
     """Return each use of weights or optimizer state with places, and the final ones; verl takes the CPU for a GPU."""
-    from verl.workers.engine import base
-    from verl.workers.engine.fsdp import transformer_impl as verl
-
-    from verl_ext.checkpoint import export, state
-
     at: dict[str, str] = {}
     uses: list[tuple[str, str]] = []
 

@@ -1,5 +1,6 @@
 """Training from Python: in processes of their own, with metrics as in the file, and errors in one line."""
 
+import json
 import os
 import signal
 import subprocess
@@ -66,8 +67,6 @@ assert not {"torch", "verl", "transformers"} & sys.modules.keys()
 
 
 def test_an_interrupt_of_the_callers_group_saves_and_ends_the_ranks_and_the_caller_stays_as_it_was(options, tmp_path):
-    import json
-
     options["trainer"] |= {"total_training_steps": 100_000, "save_freq": -1, "default_local_dir": "run"}
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.lib.checked import checked
+from tests.lib.packed_engine import build_worker, token_step
 from tests.lib.ranks import run_cases
 from tests.lib.reference import documents_of_answers
 from tests.lib.small_models import write_small_models
@@ -21,8 +22,6 @@ _BF16 = "engine.mixed_precision={param_dtype:bf16,reduce_dtype:fp32,buffer_dtype
 
 def _seen(folder):
     """Return by parameter its master, the forward's value, the ranks' mean gradient and the optimizer's gradient."""
-    from tests.lib.packed_engine import build_worker, token_step
-
     engine = build_worker(folder, overrides=[_BF16]).engine
     layers = {name: layer for name, layer in engine.module.named_modules() if hasattr(layer, "A_log")}
     seen, masters = {}, {name: p.full_tensor().clone() for name, p in engine.module.named_parameters()}
@@ -64,12 +63,6 @@ def test_decays_and_their_gradients_are_not_rounded_to_bf16(folders):
 
 def test_a_notice_says_which_kernels_are_missing(folders, tmp_path):
     data = write_tokenized(tmp_path, random_documents(np.random.default_rng(0), [40, 30], VOCABULARY, 1))
-    given = [
-        f"data.train_dir={data}",
-        f"model.path={folders['nemotron_h']}",
-        "trainer.device=cuda",
-        "optim.lr=1e-3",
-        _BF16,
-    ]
-    notices = checked(compose(given), 1, "cuda", (9, 0)).notices
+    given = [f"data.train_dir={data}", f"model.path={folders['nemotron_h']}", "trainer.device=cuda", "optim.lr=1e-3"]
+    notices = checked(compose([*given, _BF16]), 1, "cuda", (9, 0)).notices
     assert any("flash-linear-attention are not installed" in notice for notice in notices)

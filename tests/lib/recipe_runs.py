@@ -1,5 +1,6 @@
-"""Run a recipe's script with the packages of this Python."""
+"""Run a recipe's script with the packages of this Python, and read its metrics."""
 
+import json
 import os
 import signal
 import subprocess
@@ -33,3 +34,9 @@ def run_recipe(script: str, folder: Path, *overrides: str, seconds: float = 400)
         pytest.fail(f"{script} took longer than {seconds} s: {output[-3000:]}{errors[-9000:]}")
     assert started.returncode == 0, output[-2000:] + errors[-2000:]
     return output
+
+
+def values(run: Path, metric: str) -> list[float]:
+    """Return a metric's values by step."""
+    lines = (json.loads(line)["data"] for line in (run / "metrics.jsonl").read_text().splitlines())
+    return [line[metric] for line in lines if metric in line]

@@ -9,8 +9,10 @@ transformers' own eager implementation, and sums are in float64.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
@@ -41,31 +43,41 @@ Pack = Sequence[Document]
 
 
 @dataclass(frozen=True)
-class Expected:
-    """A step's loss, each category's means and token count, each parameter's gradient, and the norm of all gradients.
-
-    accuracy and entropy are by category; the key None is for all targets.
-    """
+class ExpectedStep:
+    """A step's loss, and each parameter's gradient."""
 
     loss: float
-    category_loss: dict[int, float]
-    category_tokens: dict[int, int]
-    accuracy: dict[int | None, float]
-    entropy: dict[int | None, float]
     gradients: dict[str, torch.Tensor]
 
     def gradient_errors(self, found: Mapping[str, torch.Tensor], floor: float = 1e-4) -> dict[str, float]:
         """Return the norm of each gradient's difference, relative to its own norm or to `floor` of the largest norm."""
-        least = floor * max(float(gradient.norm()) for gradient in self.gradients.values())
+        least = max(1e-12, floor * max(float(gradient.norm()) for gradient in self.gradients.values()))
         return {
             name: float((found[name].double() - gradient).norm()) / max(float(gradient.norm()), least)
             for name, gradient in self.gradients.items()
         }
 
+    def assert_taken(self, step: Any, loss: float = 1e-5, gradients: float = 1e-5, floor: float = 1e-4) -> None:
+        """Require this loss and these gradients of an engine's step, within relative bounds."""
+        assert step.report["train/loss"] == pytest.approx(self.loss, rel=loss)
+        assert step.gradients.keys() == self.gradients.keys()
+        errors = self.gradient_errors(step.gradients, floor)
+        assert max(errors.values()) < gradients, errors
+
     @property
     def grad_norm(self) -> float:
         """Return the 2-norm over all parameters."""
         return sqrt(sum(float(gradient.square().sum()) for gradient in self.gradients.values()))
+
+
+@dataclass(frozen=True)
+class Expected(ExpectedStep):
+    """Also each category's means and token count; accuracy and entropy are by category, None is for all targets."""
+
+    category_loss: dict[int, float]
+    category_tokens: dict[int, int]
+    accuracy: dict[int | None, float]
+    entropy: dict[int | None, float]
 
 
 def documents_of_answers(*lengths: int) -> list[Document]:
@@ -117,14 +129,15 @@ def pack_row(documents: Pack, pad_to: int | None = None) -> dict[str, torch.Tens
 
 def tree_row(documents: Pack, begins: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
     """Join documents whose own tokens begin at ``begins``; None: with the last that each shares with the one before."""
-    begins = _begins(documents) if begins is None else begins
+    begins = begins_of(documents) if begins is None else begins
     row, pairs = pack_row(documents), list(zip(documents, begins, strict=True))
     row["input_ids"] = torch.tensor([token for d, begin in pairs for token in d.input_ids[begin:]])
     row["position_ids"] = torch.tensor([at for d, begin in pairs for at in range(begin, len(d.input_ids))])
     return row
 
 
-def _begins(documents: Pack) -> list[int]:
+def begins_of(documents: Pack) -> list[int]:
+    """Return where each document's own tokens begin, with the last that it shares with the one before."""
     begins, before = [], []
     for ids in (document.input_ids for document in documents):
         common = next((at for at, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))  # noqa: B905
@@ -138,7 +151,7 @@ class Reference:
 
     def __init__(self, model: PreTrainedModel, documents: Iterable[Document]) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        found = {id(document): _of_tokens(model, document) for document in documents}
+        found = {id(document): of_tokens(model, document) for document in documents}
         self.nll = {number: of_tokens[0] for number, of_tokens in found.items()}
         self.right = {number: of_tokens[1] for number, of_tokens in found.items()}
         self.entropy = {number: of_tokens[2] for number, of_tokens in found.items()}
@@ -161,7 +174,7 @@ class Reference:
         losses, tokens = self._means(packs, self.nll)
         del losses[None], tokens[None]
         measures = (self._means(packs, values)[0] for values in (self.right, self.entropy))
-        return Expected(loss, losses, tokens, *measures, gradients)
+        return Expected(loss, gradients, losses, tokens, *measures)
 
     def _means(
         self, packs: Sequence[Pack], values: Mapping[int, torch.Tensor]
@@ -177,7 +190,7 @@ class Reference:
         return {k: sum(each) / len(each) for k, each in found.items()}, {k: len(each) for k, each in found.items()}
 
 
-def _of_tokens(model: PreTrainedModel, document: Document) -> list[torch.Tensor]:
+def of_tokens(model: PreTrainedModel, document: Document) -> list[torch.Tensor]:
     """Return float64[T] for the token *at* t: ℓ_t, whether it is the likeliest, and the entropy; 0 for the first."""
     ids = torch.tensor([document.input_ids])
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()

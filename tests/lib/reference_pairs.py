@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from tests.lib.reference import Document, pack_row, tree_row
+from tests.lib.reference import Document, ExpectedStep, begins_of, of_tokens, pack_row, tree_row
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,10 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Expected:
-    """A step's loss, metrics by name and gradients by parameter."""
+class Expected(ExpectedStep):
+    """Also metrics by name."""
 
-    loss: float
     metrics: dict[str, float]
-    gradients: dict[str, torch.Tensor]
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -74,8 +71,9 @@ def of_pair(o: Loss, c: torch.Tensor, r: torch.Tensor, c_ref: float, r_ref: floa
     """Return the loss of a pair from the sums of its answers, by the papers' formulas."""
     chosen, rejected = c - c_ref, r - r_ref
     h = chosen - rejected
-    if o.mode in ("dpo", "dpo_norm"):
-        return -(1 - o.smoothing) * torch.log(_sigmoid(o.beta * h)) - o.smoothing * torch.log(_sigmoid(-o.beta * h))
+    if o.mode in ("dpo", "dpo_norm", "simpo", "cpo"):  # the last two: without references
+        margin = o.beta * h - (o.margin if o.mode == "simpo" else 0)
+        return -(1 - o.smoothing) * torch.log(_sigmoid(margin)) - o.smoothing * torch.log(_sigmoid(-margin))
     if o.mode == "robust":
         both = -(1 - o.smoothing) * torch.log(_sigmoid(o.beta * h)) + o.smoothing * torch.log(_sigmoid(-o.beta * h))
         return both / (1 - 2 * o.smoothing)
@@ -83,10 +81,6 @@ def of_pair(o: Loss, c: torch.Tensor, r: torch.Tensor, c_ref: float, r_ref: floa
         return (h - 1 / (2 * o.beta)) ** 2
     if o.mode == "hinge":
         return torch.clamp(1 - o.beta * h, min=0)
-    if o.mode == "simpo":
-        return -torch.log(_sigmoid(o.beta * c - o.beta * r - o.margin))
-    if o.mode == "cpo":
-        return -torch.log(_sigmoid(o.beta * c - o.beta * r))
     if o.mode == "orpo":
         odds = [torch.exp(x) / (1 - torch.exp(x)) for x in (c, r)]
         return -o.beta * torch.log(_sigmoid(torch.log(odds[0] / odds[1])))
@@ -98,6 +92,11 @@ def of_pair(o: Loss, c: torch.Tensor, r: torch.Tensor, c_ref: float, r_ref: floa
     return -torch.log(_sigmoid(o.beta * (h - o.penalty * torch.clamp(-chosen, min=0))))
 
 
+def of_answer(o: Loss, side: int, ratio: torch.Tensor, baseline: float = 0.0) -> torch.Tensor:
+    """Return the loss of an answer with a label from its log-ratio, by the papers' formulas."""
+    return (o.desirable if side > 0 else o.undesirable) * (1 - _sigmoid(side * (o.beta * ratio - baseline)))
+
+
 class PairReference:
     """Forward passes of single documents by two models, of which the first is differentiated."""
 
@@ -105,9 +104,9 @@ class PairReference:
         self.models = model, reference
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         documents = {id(document): document for unit in units for document in unit.documents}
-        self.nll = {number: _nll(model, document) for number, document in documents.items()}
+        self.nll = {number: of_tokens(model, document)[0] for number, document in documents.items()}
         with torch.no_grad():
-            self.reference_nll = {number: _nll(reference, document).detach() for number, document in documents.items()}
+            self.reference_nll = {number: of_tokens(reference, document)[0] for number, document in documents.items()}
 
     def scales(self, unit: Unit, number: int, o: Loss) -> list[float]:
         """Return s_t of each token of a document."""
@@ -148,8 +147,16 @@ class PairReference:
                 nothing = [0] * len(prompt)
                 whole = Document([*prompt, *ids], [*nothing, *mask], [*nothing, *nothing], [*nothing, *weights])
                 scales = torch.tensor([m * w for m, w in zip(whole.loss_mask, whole.loss_weight, strict=True)])
-                found.append(tuple(-float((_nll(model, whole) * scales.double()).sum()) for model in self.models))
+                of_models = [of_tokens(model, whole)[0] for model in self.models]
+                found.append(tuple(-float((nll * scales.double()).sum()) for nll in of_models))
         return found
+
+    def rows(self, packs: Sequence[Sequence[Unit]], o: Loss, shared: bool) -> list[dict[str, torch.Tensor]]:
+        """Make the packs as a dataset yields them, with the reference's sums of their documents."""
+        rows = [unit_row(pack, [self.reference_sums(unit, o) for unit in pack], shared) for pack in packs]
+        for row, pack in zip(rows, packs, strict=True):
+            row["mismatched_reference"] = torch.tensor([sum(other for _, other in self.mismatched(pack))]).double()
+        return rows
 
     def baseline(self, packs: Sequence[Sequence[Unit]], o: Loss) -> float:
         """Return z of kto, the mean of the scaled log-ratios of mismatched answers, at least 0."""
@@ -166,12 +173,12 @@ class PairReference:
             sums = [self.sum_of(unit, n, o, self.nll) for n in range(len(unit.documents))]
             references = self.reference_sums(unit, o)
             weight = unit.weight * category_weights.get(unit.category, 1.0)
-            for number, side in enumerate(unit.sides if o.mode == "kto" else ()):
-                value = o.beta * (sums[number] - references[number])
-                factor = o.desirable if side > 0 else o.undesirable
+            has_labels = o.mode == "kto" or (o.mode == "apo_zero" and not unit.pairs)
+            for number, side in enumerate(unit.sides if has_labels else ()):
+                ratio = sums[number] - references[number]
                 if side:
-                    terms.append((weight, factor * (1 - _sigmoid(side * (value - z)))))
-                    rewards["chosen" if side > 0 else "rejected"].append((weight, float(value.detach())))
+                    terms.append((weight, of_answer(o, side, ratio, z)))
+                    rewards["chosen" if side > 0 else "rejected"].append((weight, o.beta * float(ratio.detach())))
             for c, r in unit.pairs if o.mode != "kto" else ():
                 of_term = weight / (len(unit.pairs) if o.answers == "mean" else 1)
                 terms.append((of_term, of_pair(o, sums[c], sums[r], references[c], references[r])))
@@ -180,10 +187,6 @@ class PairReference:
                 numbers["right"] = float(of_answers[0] > of_answers[1]) + 0.5 * (of_answers[0] == of_answers[1])
                 for name, number in numbers.items():
                     rewards[name].append((of_term, number))
-            if not unit.pairs and unit.sides[0] and o.mode == "apo_zero":
-                value = o.beta * (sums[0] - references[0])
-                terms.append((weight, 1 - _sigmoid(value) if unit.sides[0] > 0 else _sigmoid(value)))
-                rewards["chosen" if unit.sides[0] > 0 else "rejected"].append((weight, float(value.detach())))
         parts = [sum(weight * f for weight, f in terms) / sum(weight for weight, _ in terms)]
         means = {name: sum(w * x for w, x in each) / sum(w for w, _ in each) for name, each in rewards.items() if each}
         metrics = {f"reward_{name}": mean for name, mean in means.items() if name != "right"}
@@ -196,9 +199,8 @@ class PairReference:
                 parts.append(factor * mean)
         loss = sum(parts)
         gradients = torch.autograd.grad(loss, list(self.parameters.values()), retain_graph=True)
-        return Expected(
-            float(loss.detach()), metrics, dict(zip(self.parameters, (g.double() for g in gradients), strict=True))
-        )
+        of_names = dict(zip(self.parameters, (gradient.double() for gradient in gradients), strict=True))
+        return Expected(float(loss.detach()), of_names, metrics)
 
     def _likelihood(
         self, units: Sequence[Unit], side: int, o: Loss, category_weights: Mapping[int, float]
@@ -218,25 +220,10 @@ class PairReference:
         return total / normaliser if normaliser else None
 
 
-def _nll(model: PreTrainedModel, document: Document) -> torch.Tensor:
-    """Return float64[T], ℓ of the token *at* t; 0 for the first."""
-    ids = torch.tensor([document.input_ids])
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
-    return torch.cat([logits.new_zeros(1), cross_entropy(logits, ids[0, 1:], reduction="none")])
-
-
 def unit_row(units: Sequence[Unit], references: Sequence[Sequence[float]], shared: bool) -> dict[str, torch.Tensor]:
     """Make a pack of units as a dataset yields it, with the reference's sums of their documents."""
     documents = [document for unit in units for document in unit.documents]
-    begins = []
-    for unit in units:
-        before: list[int] = []
-        for document in unit.documents:
-            common = 0
-            while common < min(len(before), len(document.input_ids)) and before[common] == document.input_ids[common]:
-                common += 1
-            begins.append(max(common - 1, 0))
-            before = document.input_ids
+    begins = [begin for unit in units for begin in begins_of(unit.documents)]
     row = tree_row(documents, begins) if shared else pack_row(documents)
     columns = {
         "unit": [n for unit in units for n in (len(unit.documents), *[0] * (len(unit.documents) - 1))],

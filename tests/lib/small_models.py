@@ -1,10 +1,12 @@
 """Small random models of transformers' types, whose configs follow released checkpoints where defaults differ."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -137,6 +139,19 @@ def write_small_models(kinds: Iterable[str], folder: Path, tokenizer: Path) -> d
         packed_and_plain(kind)[1].save_pretrained(folder / kind)
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / kind)
     return {kind: str(folder / kind) for kind in kinds}
+
+
+def write_mxfp4(folder: Path) -> None:
+    """Store random experts in MXFP4 in a GPT-OSS' folder."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, rows, columns = weights.pop(name).shape
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(122, 125, (experts, columns, rows // 32), dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(described))
 
 
 def in_float64(*models: nn.Module) -> None:

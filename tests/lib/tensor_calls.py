@@ -1,7 +1,10 @@
 """What torch is asked for: copies between devices, and counted operations."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -22,6 +25,30 @@ class Copies(TorchDispatchMode):
                 self.non_blocking.append(bool(kwargs.get("non_blocking", len(args) > 2 and args[2])))
                 self.sources.append(source.untyped_storage().data_ptr())
         return function(*args, **kwargs)
+
+
+class Made(NamedTuple):
+    """A tensor that an operation returned."""
+
+    operation: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bytes: int
+
+
+class MadeTensors(TorchDispatchMode):
+    """A record of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Made] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in (each for each in tree_leaves(output) if isinstance(each, torch.Tensor)):
+            size = tensor.untyped_storage().nbytes()
+            self.seen.append(Made(function.overloadpacket, tensor.dtype, tuple(tensor.shape), size))
+        return output
 
 
 def counted(model, lengths) -> float:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -9,6 +10,8 @@ from verl_ext.titans import QwenTitansConfig, QwenTitansForCausalLM
 
 VOCABULARY = 48
 CHUNK = 16
+FORMS = [{}, {"depth": 1}, {"conv_tokens": 1}, {"conv_tokens": CHUNK + 3}]  # convolutions of one token, and over chunks
+each_form = pytest.mark.parametrize("form", FORMS, ids=str)
 _BASE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 24,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.lib.tensor_calls import MadeTensors
 from verl_ext.losses.token_nll import _fp16_grad_scale, head_terms, nll_and_stats, row_bytes
 
 
@@ -138,26 +138,12 @@ def test_an_infinite_loss_of_a_token_that_weighs_nothing_is_left_out():
     assert terms.isfinite().all()
 
 
-class Products(TorchDispatchMode):
-    """A record of the type and shape of every matrix product."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.seen.append((output.dtype, tuple(output.shape)))
-        return output
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_on_a_gpu_the_product_itself_gives_a_blocks_logits_in_fp32(dtype, monkeypatch):
     """Uses the meta device, like any non-CPU device. A half-precision product would round logits to 8 or 11 bits."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # the meta device has none
     targets, vocabulary, rows = 100, 50, 30
-    with Products() as products, torch.no_grad():
+    with MadeTensors() as made, torch.no_grad():
         hidden, weight = (torch.empty(n, 16, dtype=dtype, device="meta") for n in (targets, vocabulary))
         labels = torch.zeros(targets, dtype=torch.int64, device="meta")
         terms, nll = head_terms(
@@ -166,7 +152,8 @@ def test_on_a_gpu_the_product_itself_gives_a_blocks_logits_in_fp32(dtype, monkey
             torch.ones(targets, device="meta"),
             block_bytes=rows * row_bytes(vocabulary, dtype, on_cpu=False),
         )
-    assert products.seen == [(torch.float32, (size, vocabulary)) for size in (30, 30, 30, 10)]
+    products = [each for each in made.seen if each.operation in (torch.ops.aten.mm, torch.ops.aten.addmm)]
+    assert [(each.dtype, each.shape) for each in products] == [(torch.float32, (n, 50)) for n in (30, 30, 30, 10)]
     assert terms.dtype == nll.dtype == torch.float32
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.lib.checked import checked
 from tests.lib.errors import refused
+from tests.lib.packed_engine import build_worker, train_step
 from tests.lib.parity_cases import CATEGORIES, CATEGORY_WEIGHTS, DOCUMENTS, GROUPS, MAX_TOKENS, TOLERANCE
 from tests.lib.ranks import run_cases
 from tests.lib.reference import Reference, load_eager, pack_row
@@ -52,8 +53,6 @@ def file(tmp_path_factory):
 
 def _steps(model, file, sequence_parallel):
     """Take, on every rank, a step of each loss for each packing."""
-    from tests.lib.packed_engine import build_worker, train_step
-
     engine = build_worker(model, sequence_parallel).engine
     own = {
         name: LossOptions.read({"custom_cls": {"path": file, "name": name}, "category_weights": CATEGORY_WEIGHTS}).spec(
@@ -107,11 +106,7 @@ def expected(tiny_model):
 @pytest.mark.parametrize("packing", ["none", "packed", "padded"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_function_unlike_the_built_in_modes_equals_plain_hugging_face(steps, expected, layout, packing):
-    found = steps[layout][0]["own", packing]
-    assert found.report["train/loss"] == pytest.approx(expected.loss, rel=TOLERANCE)
-    for name, gradient in expected.gradients.items():
-        deviation = (found.gradients[name].double() - gradient).norm() / gradient.norm()
-        assert deviation < TOLERANCE, name
+    expected.assert_taken(steps[layout][0]["own", packing], TOLERANCE, TOLERANCE, floor=0)
 
 
 def test_a_run_with_a_function_is_that_of_the_mode_and_no_resume_changes_its_code(steps, runs):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.lib.errors import refused
+from tests.lib.reference_pairs import Loss, of_answer, of_pair
 from verl_ext.config.run import reader_of
 from verl_ext.losses import (
     PREFERENCE_MODES,
@@ -65,43 +66,10 @@ def drawn(seed, count, has_reference, mean):
     return sums, np.minimum(reference, -1e-3) if has_reference else reference
 
 
-def sigmoid(value):
-    return 1 / (1 + math.exp(-value))
-
-
-def written_out(mode, o, xc, xr, rc, rr):
-    """Return a pair's loss by the papers' formulas."""
-    beta, eps = o.scale, o.label_smoothing
-    c, r = xc - rc, xr - rr
-    m = beta * (c - r)
-    if mode in ("dpo", "dpo_norm"):
-        return -(1 - eps) * math.log(sigmoid(m)) - eps * math.log(sigmoid(-m))
-    if mode == "robust":
-        return (-(1 - eps) * math.log(sigmoid(m)) + eps * math.log(sigmoid(-m))) / (1 - 2 * eps)
-    if mode == "ipo":
-        return (c - r - 1 / (2 * beta)) ** 2
-    if mode == "hinge":
-        return max(0.0, 1 - m)
-    if mode in ("simpo", "cpo"):
-        margin = beta * xc - beta * xr - (o.margin if mode == "simpo" else 0)
-        return -(1 - eps) * math.log(sigmoid(margin)) - eps * math.log(sigmoid(-margin))
-    if mode == "orpo":
-        odds = [math.exp(x) / (1 - math.exp(x)) for x in (xc, xr)]
-        return -beta * math.log(sigmoid(math.log(odds[0] / odds[1])))
-    if mode == "apo_zero":
-        return 1 - sigmoid(beta * c) + sigmoid(beta * r)
-    if mode == "apo_down":
-        return sigmoid(beta * c) + 1 - sigmoid(m)
-    assert mode == "dpop"
-    return -math.log(sigmoid(beta * (c - r - o.penalty * max(0.0, -c))))
-
-
-def label_written_out(mode, o, side, ratio, baseline):
-    value = o.scale * ratio
-    if mode == "apo_zero":
-        return 1 - sigmoid(value) if side > 0 else sigmoid(value)
-    weight = o.desirable_weight if side > 0 else o.undesirable_weight
-    return weight * (1 - sigmoid(value - baseline if side > 0 else baseline - value))
+def written_out(o):
+    """Return options for the papers' formulas."""
+    numbers = {"smoothing": o.label_smoothing, "margin": o.margin, "penalty": o.penalty}
+    return Loss(o.mode, o.scale, **numbers, desirable=o.desirable_weight, undesirable=o.undesirable_weight)
 
 
 @pytest.mark.parametrize("answers", ["sum", "mean"])
@@ -109,16 +77,19 @@ def label_written_out(mode, o, side, ratio, baseline):
 def test_every_loss_is_its_formula_over_the_pairs(mode, more, answers):
     o = PreferenceOptions(mode, **more)
     for seed in range(5):
-        sums, reference = drawn(seed, len(UNIT), o.of_mode.has_reference, o.chosen_length == "mean")
-        units = units_of(reference, answers)
-        terms = preference_terms(torch.from_numpy(sums), units, o, baseline=0.3)
+        sums, reference = map(
+            torch.from_numpy, drawn(seed, len(UNIT), o.of_mode.has_reference, o.chosen_length == "mean")
+        )
+        units = units_of(reference.numpy(), answers)
+        terms = preference_terms(sums, units, o, baseline=0.3)
         if mode == "kto":
             rows = np.flatnonzero(ANSWER)
-            of_terms = [(label_written_out(mode, o, ANSWER[d], sums[d] - reference[d], 0.3), WEIGHT[d]) for d in rows]
+            ratios = sums - reference
+            of_terms = [(float(of_answer(written_out(o), ANSWER[d], ratios[d], 0.3)), WEIGHT[d]) for d in rows]
         else:
             shares = [1, 2, 2, 1] if answers == "mean" else [1] * 4
             of_terms = [
-                (written_out(mode, o, sums[c], sums[r], reference[c], reference[r]), w / share)
+                (float(of_pair(written_out(o), sums[c], sums[r], reference[c], reference[r])), w / share)
                 for (c, r, w), share in zip(PAIRS, shares, strict=True)
             ]
         expected = sum(weight * loss for loss, weight in of_terms)
@@ -134,7 +105,8 @@ def test_answers_with_labels_are_terms_of_their_own(mode):
     sums, reference = drawn(3, 4, True, False)
     units = units_of(reference, columns=LABELS)
     terms = preference_terms(torch.from_numpy(sums), units, o, baseline=0.2)
-    expected = [label_written_out(mode, o, LABELS[1][d], sums[d] - reference[d], 0.2) for d in range(4)]
+    baseline, ratios = 0.2 * (mode == "kto"), torch.from_numpy(sums - reference)
+    expected = [float(of_answer(written_out(o), LABELS[1][d], ratios[d], baseline)) for d in range(4)]
     assert terms.losses.tolist() == pytest.approx(expected, rel=1e-12)
     assert terms.weights.tolist() == [1, 0.5, 2, 1]
     assert float(total_weight(units, o)) == 4.5

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.lib.errors import refused
+from tests.lib.packed_engine import build_worker, train_step
 from tests.lib.ranks import run_cases
 from tests.lib.reference import documents_of_answers, load_eager, pack_row
 from verl_ext.data import CategoryTable
@@ -24,8 +25,6 @@ HEADS = ("fused", "targets", "plain")
 
 
 def _steps(model: str, sequence_parallel: int):
-    from tests.lib.packed_engine import build_worker, train_step
-
     engine = build_worker(model, sequence_parallel).engine
     packs = [pack_row(DOCUMENTS[:2]), pack_row(DOCUMENTS[2:])]
     collate = StepCollator(LossSpec(), CategoryTable((), ()), objective=BY_PROBABILITY)

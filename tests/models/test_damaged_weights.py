@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,8 @@ from transformers import (
 )
 
 from tests.lib.checked import typed
+from tests.lib.remote_code import add_code
+from tests.lib.small_models import write_mxfp4
 from tests.lib.tiny_model import write_tiny_model
 from verl_ext.checkpoint.adapter_folder import merge_adapter_folder
 from verl_ext.config.adapters import adapter_notices, lora_problems
@@ -57,17 +60,6 @@ ADAPTERS = {  # the base, and PEFT's settings
     "experts": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "experts.down_proj"]}),
     "experts and more": ("shared", {"target_modules": ["q_proj"], "target_parameters": BY_WEIGHT}),
 }
-CODE = """
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
-
-class HouseConfig(Qwen3Config):
-    model_type = "house"
-
-
-class HouseForCausalLM(Qwen3ForCausalLM):
-    config_class = HouseConfig
-"""
 
 
 def write_fp8(folder: Path) -> None:
@@ -81,26 +73,9 @@ def write_fp8(folder: Path) -> None:
     change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [8, 16]})
 
 
-def write_mxfp4(folder: Path) -> None:
-    """Store the experts of a GPT-OSS in MXFP4."""
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, rows, columns = weights.pop(name).shape
-        weights[f"{name}_blocks"] = torch.zeros(experts, columns, rows // 32, 16, dtype=torch.uint8)
-        weights[f"{name}_scales"] = torch.zeros(experts, columns, rows // 32, dtype=torch.uint8)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folder, quantization_config={"quant_method": "mxfp4"})
-
-
 def write_unused_code(folder: Path) -> None:
     change_config(folder, auto_map={"AutoModelForCausalLM": "modeling_house.HouseForCausalLM"})
     (folder / "modeling_house.py").write_text("raise AssertionError")
-
-
-def write_code(folder: Path) -> None:
-    names = {"AutoConfig": "modeling_house.HouseConfig", "AutoModelForCausalLM": "modeling_house.HouseForCausalLM"}
-    change_config(folder, auto_map=names, model_type="house", architectures=["HouseForCausalLM"])
-    (folder / "modeling_house.py").write_text(CODE)
 
 
 def change_config(folder: Path, **values: object) -> None:
@@ -113,7 +88,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     others = {"mixtral": {"config_class": MixtralConfig, "num_local_experts": 4}, "shared": SHARED}
     made = {name: write_tiny_model(root / name, **config) for name, config in (MODELS | others).items()}
-    of_code = {"code of its own": write_code, "code that is not trusted": write_unused_code}
+    of_code = {"code of its own": partial(add_code, output="output"), "code that is not trusted": write_unused_code}
     for name, write in {"fp8": write_fp8, "fp8 experts": write_fp8, "mxfp4": write_mxfp4, **of_code}.items():
         write(made[name])
     for name, (base, peft) in ADAPTERS.items():

@@ -1,19 +1,16 @@
 """Mixtures of experts by grouped products, in released checkpoints' formats, and refused options."""
 
-import json
-
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tests.lib.checked import checked, support_problems
+from tests.lib.checked import checked
 from tests.lib.engine_steps import DOCUMENTS, PACKS, engine_steps
 from tests.lib.errors import names, refused
 from tests.lib.ranks import run_ranks
 from tests.lib.reference import Reference, load_eager
-from tests.lib.small_models import model_class, model_config, packed_and_plain
+from tests.lib.small_models import model_class, model_config, packed_and_plain, write_mxfp4
 from verl_ext.config.compose import compose
 from verl_ext.layers.experts import choose_experts, experts_problem
 from verl_ext.layers.trial import shrunk
@@ -74,15 +71,7 @@ def quantized(tmp_path_factory, tiny_model):
     torch.manual_seed(0)
     config = shrunk(model_config("gpt_oss"), intermediate_size=32)
     model_class("gpt_oss")(config).save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, rows, columns = weights.pop(name).shape
-        weights[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
-        weights[f"{name}_scales"] = torch.randint(122, 125, (experts, columns, rows // 32), dtype=torch.uint8)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    described = json.loads((folder / "config.json").read_text())
-    described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps(described))
+    write_mxfp4(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=transformers.Mxfp4Config(dequantize=True)
     )
@@ -102,7 +91,3 @@ def test_a_checkpoint_in_mxfp4_is_trained_with_the_weights_that_transformers_deq
     assert step.report["train/loss"] == pytest.approx(expected.loss, rel=1e-5)
     for name, gradient in expected.gradients.items():
         assert float((step.gradients[name].double() - gradient).norm()) <= 2e-4 * float(gradient.norm()) + 1e-7, name
-
-
-def test_gpt_oss_is_supported_with_its_experts():
-    assert support_problems(transformers.GptOssConfig()) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.lib.documents_alone import largest_errors
-from tests.lib.model_types import PAGE, named, parts
+from tests.lib.model_types import PAGE, each_tried, named, parts
 from tests.lib.project import ROOT
 from tests.lib.ranks import run_ranks
 from tests.lib.small_models import KINDS, model_class, model_config, refusal
@@ -28,13 +28,7 @@ def row(mechanism):
 
 def _errors(kinds, layouts, shares=False):
     """Return by type an error for each layout, or the failure."""
-    errors = {}
-    for kind in kinds:
-        try:
-            errors[kind] = largest_errors(kind, *layouts, shares=shares)
-        except Exception as error:
-            errors[kind] = f"{type(error).__name__}: {error}"
-    return errors
+    return each_tried(lambda kind: largest_errors(kind, *layouts, shares=shares), kinds)
 
 
 def _wrong(errors, tolerance=TOLERANCE):

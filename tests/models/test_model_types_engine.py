@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from tests.lib.model_types import named, parts
+from tests.lib.model_types import each_tried, named, parts
+from tests.lib.packed_engine import build_worker, token_step
 from tests.lib.ranks import in_turn, run_ranks
 from tests.lib.reference import Reference, documents_of_answers
 from tests.lib.small_models import model_class, packed_and_plain
@@ -21,8 +22,6 @@ PACKS = [DOCUMENTS[:3], DOCUMENTS[3:]]
 
 def _off(kind, folder, tokenizer):
     """Return the largest relative error of a step's loss and gradients on rank 0; 0 on other ranks."""
-    from tests.lib.packed_engine import build_worker, token_step
-
     if dist.get_rank() == 0:
         packed_and_plain(kind)[1].save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -43,12 +42,7 @@ def _off(kind, folder, tokenizer):
 
 def _all_off(kinds, tiny_model, folder):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model, bos_token="<|unk|>")
-    found = {}
-    for kind in kinds:
-        try:
-            found[kind] = _off(kind, Path(folder) / kind, tokenizer)
-        except Exception as error:
-            found[kind] = f"{type(error).__name__}: {error}"
+    found = each_tried(lambda kind: _off(kind, Path(folder) / kind, tokenizer), kinds)
     return {kind: off for kind, off in found.items() if isinstance(off, str) or not off < TOLERANCE}
 
 

@@ -14,11 +14,11 @@ from transformers import (
 )
 
 from tests.lib.checked import changed, checked
-from tests.lib.documents_alone import largest_errors
 from tests.lib.errors import refused
-from tests.lib.ranks import in_turn, run_cases, run_ranks
+from tests.lib.packed_engine import build_worker, token_step
+from tests.lib.ranks import run_cases
 from tests.lib.reference import Reference, documents_of_answers
-from tests.lib.small_models import packed_and_plain
+from tests.lib.small_models import packed_and_plain, write_small_models
 from tests.lib.tiny_model import VOCABULARY
 from tests.lib.tokenized_data import random_documents, write_tokenized
 from tests.lib.training import into, tensors_of, train_alone
@@ -47,11 +47,6 @@ def test_a_class_that_leaves_its_embeddings_and_head_to_a_part_has_no_part_that_
     assert text_parts(model) == whole[:-2]
 
 
-def test_a_pack_has_the_gradients_of_its_documents_alone():
-    (errors,) = run_ranks(in_turn, 1, [(largest_errors, family, (1, 1)) for family in ("gemma3", "qwen2_5_vl")])
-    assert max(max(of_family) for of_family in errors) < 1e-11, errors
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_reaches_all_but_the_tower(family):
     model, _ = packed_and_plain(family)
@@ -71,20 +66,11 @@ PACKS = [DOCUMENTS[:3], DOCUMENTS[3:]]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model):
-    """Write small models with towers, and return their folders by family."""
-    written = {}
-    for family in ("gemma3", "qwen2_5_vl", "qwen3_5"):
-        folder = tmp_path_factory.mktemp(family)
-        _, plain = packed_and_plain(family)
-        plain.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-        written[family] = str(folder)
-    return written
+    families = ("gemma3", "qwen2_5_vl", "qwen3_5")
+    return write_small_models(families, tmp_path_factory.mktemp("towers"), tiny_model)
 
 
 def _steps(folders, ulysses):
-    from tests.lib.packed_engine import build_worker, token_step
-
     steps = {}
     for family, folder in folders.items():
         engine = build_worker(folder, ulysses).engine
@@ -138,11 +124,7 @@ def test_a_step_of_the_engine_equals_plain_transformers(layout, folders, done):
         outside = outside_text(plain)
         for name, parameter in plain.eval().named_parameters():
             parameter.requires_grad_(not _is_outside(name, outside))
-        expected = Reference(plain, DOCUMENTS).step(PACKS, "token", {})
-        assert steps[family].report["train/loss"] == pytest.approx(expected.loss, rel=1e-5), family
-        assert steps[family].gradients.keys() == expected.gradients.keys()
-        errors = expected.gradient_errors(steps[family].gradients)
-        assert max(errors.values()) < 2e-4, f"{family}: {errors}"
+        Reference(plain, DOCUMENTS).step(PACKS, "token", {}).assert_taken(steps[family], gradients=2e-4)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, Qwen3Conf
 from transformers.utils import logging as transformers_logging
 
 from tests.lib.errors import names, refused
+from tests.lib.packed_engine import build_worker, token_step
 from tests.lib.ranks import run_ranks
 from tests.lib.reference import Reference, documents_of_answers, load_eager
 from tests.lib.tiny_model import write_tiny_model
@@ -163,8 +164,6 @@ def test_weights_of_both_names_of_a_tie_pass_with_a_notice(config_class, differe
 
 
 def _gradients(folders):
-    from tests.lib.packed_engine import build_worker, token_step
-
     return [token_step(build_worker(folder).engine, [DOCUMENTS]).gradients for folder in folders]
 
 

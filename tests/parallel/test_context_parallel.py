@@ -8,10 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.utils import _apply_to_tensors
 
+from tests.lib.attention_packs import of_all_scores
 from tests.lib.collectives import recorded_all_to_alls
 from tests.lib.flash_stand_ins import register_flash_stand_ins
 from tests.lib.ranks import run_cases
@@ -45,14 +48,6 @@ def _foreign_keys(lengths, window, shards):
 def _crosses(lengths, window, shards):
     """Return whether a token sees a token of another group."""
     return _foreign_keys(lengths, window, shards) > 0
-
-
-def whole_attention(query, key, value, lengths, window):
-    """Return attention ``[T, H, E]`` from all scores of a pack and one mask."""
-    seen = _seen(lengths, window)
-    key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
-    scores = torch.einsum("qhe,khe->hqk", query, key) * query.size(-1) ** -0.5
-    return torch.einsum("hqk,khe->qhe", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
 
 @given(shapes, st.integers(0, 40))
@@ -168,7 +163,9 @@ def test_groups_that_exchange_keys_compute_the_attention_of_the_whole_pack(lengt
         torch.randn(sum(lengths), heads, size, generator=generator, dtype=torch.float64)
         for heads, size in ((4, 16), (2, 16), (2, 8))
     )
-    expected = whole_attention(query, key, value, lengths, window)
+    expected = of_all_scores(
+        query, key, value, DocumentLayout.from_lengths(lengths, "cpu"), KernelOptions(window=window)
+    )
     for attend in (_of_whole_keys(sdpa), _in_parts):
         whole, _ = _attended(attend, lengths, context, window, query, key, value)
         torch.testing.assert_close(whole, expected)
@@ -236,9 +233,6 @@ def _tensors(dtype: torch.dtype, tokens: int) -> tuple[torch.Tensor, ...]:
 
 def _attend(backend: str) -> dict:
     """Return by case this rank's attention, gradients of its queries, keys and values, and collectives' bytes."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     register_flash_stand_ins(torch.float64)
     set_backend(KERNELS[backend])
     answers = {}
@@ -274,7 +268,7 @@ def test_ranks_have_the_attention_and_the_gradients_of_the_whole_pack(backend, f
         ulysses, groups, lengths, window, dtype = case
         *tensors, weights = (x.double() for x in _tensors(dtype, sum(lengths)))
         inputs = [x.requires_grad_() for x in tensors]
-        expected = whole_attention(*inputs, lengths, window)
+        expected = of_all_scores(*inputs, DocumentLayout.from_lengths(lengths, "cpu"), KernelOptions(window=window))
         (expected * weights).sum().backward()
         of_ranks = [answer[case] for answer in answers]
         whole = SequenceShards(ulysses, groups)

@@ -54,18 +54,9 @@ def folder(model, tmp_path_factory):
         folder,
         model,
         [40, 9, 30, 25, 60, 8, 33] * 4,
-        *(
-            f"trainer.total_training_steps={STEPS}",
-            "trainer.total_epochs=9",
-            "trainer.save_freq=1",
-            "trainer.test_freq=1",
-        ),
-        *(
-            "data.train_batch_size=8",
-            "trainer.max_ckpt_to_keep=null",
-            "optim.clip_grad=0.1",
-            "optim.override_optimizer_config={eps: 1e-4}",
-        ),
+        *(f"trainer.total_training_steps={STEPS}", "trainer.total_epochs=9", "trainer.save_freq=1"),
+        *("trainer.test_freq=1", "data.train_batch_size=8", "trainer.max_ckpt_to_keep=null", "optim.clip_grad=0.1"),
+        "optim.override_optimizer_config={eps: 1e-4}",
         *(f"eval.prompts={folder / 'asked.jsonl'}", "eval.freq=1", "eval.max_new_tokens=4", "eval.table_rows=3"),
         "trainer.log_experts=true",
     )

@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from tests.lib.checked import checked
 from tests.lib.errors import refused
+from tests.lib.model_types import each_tried
 from tests.lib.ranks import run_cases
 from tests.lib.small_models import KINDS, model_class, model_config
 from verl_ext.config.compose import compose
@@ -53,7 +54,7 @@ def small(kind):
         return None
 
 
-def _off(kind):
+def off(kind):
     """Return the largest error of a model's first forward with shared experts; raise if a layer does not exchange."""
     model = trial_model(config_of(kind), model_class(kind)).float().eval()
     torch.manual_seed(dist.get_rank())
@@ -70,16 +71,6 @@ def _off(kind):
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def all_off(kinds):
-    found = {}
-    for kind in kinds:
-        try:
-            found[kind] = _off(kind)
-        except Exception as error:
-            found[kind] = f"{type(error).__name__}: {error}"
-    return found
-
-
 @pytest.mark.slow
 def test_every_type_whose_experts_are_stacked_exchanges_in_its_first_forward():
     models = {kind: model for kind in KINDS if (model := small(kind)) is not None and has_experts(model)}
@@ -88,7 +79,7 @@ def test_every_type_whose_experts_are_stacked_exchanges_in_its_first_forward():
     assert not OWN_CODE & {*stacked}
     classes = {type(layer).__name__ for kind in stacked for layer in expert_layers(models[kind])}
     assert decorated() - classes == OTHER_TASKS
-    for found in run_cases({"all": (RANKS, all_off, sorted({*stacked} - ATTENTION))})["all"]:
+    for found in run_cases({"all": (RANKS, each_tried, off, sorted({*stacked} - ATTENTION))})["all"]:
         assert not {kind: off for kind, off in found.items() if isinstance(off, str) or off > 1e-5}
 
 

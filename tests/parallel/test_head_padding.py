@@ -4,7 +4,9 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Qwen2Config
+from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 
 from tests.lib.checked import typed
 from tests.lib.collectives import recorded_all_to_alls
@@ -65,9 +67,6 @@ SHAPES = ((8, 4, 4, 4), (7, 7, 4, 6), (6, 2, 8, 3), (4, 1, 2, 2), (3, 3, 5, 5))
 
 def _on_ranks() -> list:
     """Return by shape this rank's output, gradients, and bytes of collectives forward and backward."""
-    import torch.distributed as dist
-    from verl.utils.ulysses import set_ulysses_sequence_parallel_group
-
     set_ulysses_sequence_parallel_group(dist.group.WORLD)
     answers = []
     for shape in SHAPES:

@@ -2,8 +2,11 @@
 
 import itertools
 import os
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from verl_ext.data import SFTDataSet
 from verl_ext.data.tokenized.facts import shares
 from verl_ext.text.arrow_folder import DatasetWriter
 from verl_ext.text.tokens.documents import Document, join_documents
+from verl_ext.trainer.distributed import RunRanks
 
 pytestmark = pytest.mark.slow
 
@@ -61,12 +65,6 @@ def shared_scan(folder, options):
 
     Scans are kept in `cache/verl_ext_facts` beside the folder, or beside the first one.
     """
-    from contextlib import redirect_stderr
-    from io import StringIO
-    from unittest.mock import patch
-
-    from verl_ext.trainer.distributed import RunRanks
-
     first = folder if isinstance(folder, str) else folder[0]
     dataset = SFTDataSet(folder, **{"max_tokens": 100, **options})
     errors = StringIO()

@@ -16,7 +16,7 @@ from verl_ext.data import CategoryTable
 from verl_ext.losses import MODES, LossSpec
 from verl_ext.packing.shared import find_shared, plan_shared
 from verl_ext.parallel.shards import document_layout
-from verl_ext.parallel.trees import PackDocuments, TreeLayout, read_documents, text_rows, tree_layout
+from verl_ext.parallel.trees import PackDocuments, TreeLayout, _TextRows, read_documents, text_rows, tree_layout
 from verl_ext.trainer.batch import StepBatch
 from verl_ext.trainer.collator import StepCollator
 
@@ -178,8 +178,6 @@ def test_gradients_of_shared_rows_add_up_in_a_fixed_order(monkeypatch):
     (run, single) = TreeLayout.from_documents(documents, "cpu").runs
     assert single.keys is None
     assert [text.tolist() for text in text_rows(documents)][1] == [0, 1, 2, 3, 6, 7, 8]
-    from verl_ext.parallel.trees import _TextRows
-
     x, grad = torch.randn(11, 2, 3, requires_grad=True), torch.randn(6 + 7 + 6, 2, 3)
     _TextRows.apply(x, run.keys).backward(grad)
     wanted = torch.zeros_like(x).index_add_(0, run.keys.of_texts, grad)

@@ -15,18 +15,26 @@ from hydra import compose, initialize_config_dir
 from packaging.version import Version
 from torch.nn.attention import varlen
 from transformers.modeling_layers import GradientCheckpointingLayer
+from verl.plugin.platform import PlatformBase
+from verl.utils import tensordict_utils as tu
+from verl.utils.tracking import FileLogger
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine_workers import TrainingWorkerConfig
 
+from tests.lib.packed_engine import build_worker
 from tests.lib.ranks import run_ranks
 from tests.lib.small_models import packed_and_plain
 from verl_ext.attention import packed
 from verl_ext.attention.kernels import KernelOptions
 from verl_ext.config.newer import untried
+from verl_ext.cpu_platform import CPUDevice, CPUPlatform
 from verl_ext.engines import upstream
 from verl_ext.engines.tiles import _ARGUMENTS, tileable
 from verl_ext.environment import versions
 from verl_ext.layers import SCANS, mixers_of
 from verl_ext.layers.convolution import convolve
 from verl_ext.layers.scans import delta_rule, state_space
+from verl_ext.trainer.batch import _ENGINE_FLAGS
 
 ENGINE = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
 
@@ -273,17 +281,11 @@ def test_verls_configuration_has_the_keys_that_are_known():
 
 
 def test_the_workers_configuration_has_the_fields_that_are_filled():
-    from verl.workers.engine_workers import TrainingWorkerConfig
-
     filled = {"model_type", "model_config", "engine_config", "optimizer_config", "checkpoint_config", "profiler_config"}
     assert filled <= {field.name for field in fields(TrainingWorkerConfig)}
 
 
 def test_the_cpu_platform_has_everything_that_verl_asks_of_a_platform():
-    from verl.plugin.platform import PlatformBase
-
-    from verl_ext.cpu_platform import CPUPlatform
-
     assert not CPUPlatform.__abstractmethods__
     for name in PlatformBase.__abstractmethods__:
         theirs, ours = inspect.getattr_static(PlatformBase, name), inspect.getattr_static(CPUPlatform, name)
@@ -291,23 +293,11 @@ def test_the_cpu_platform_has_everything_that_verl_asks_of_a_platform():
 
 
 def test_device_calls_that_the_cpu_answers_are_those_of_a_gpu():
-    from verl_ext.cpu_platform import CPUDevice
-
     ours = {name for name in vars(CPUDevice) if not name.startswith("_")}
     assert ours <= set(dir(torch.cuda))
 
 
-def test_verls_training_configuration_is_there_to_inherit():
-    from verl.utils.dataset.dataset_utils import DatasetPadMode
-
-    folder = importlib.resources.files("verl.trainer.config")
-    assert (folder / "sft_trainer_engine.yaml").is_file()
-    assert DatasetPadMode.NO_PADDING
-
-
 def test_the_file_logger_writes_a_line_a_step_into_its_open_file(tmp_path):
-    from verl.utils.tracking import FileLogger
-
     logger = FileLogger.__new__(FileLogger)
     with (tmp_path / "metrics.jsonl").open("ab", buffering=0) as logger.fp:
         logger.log({"loss": 1.0}, 3)
@@ -317,12 +307,6 @@ def test_the_file_logger_writes_a_line_a_step_into_its_open_file(tmp_path):
 
 
 def _what_an_engine_has(model: str) -> dict[str, object]:
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    from tests.lib.packed_engine import build_worker
-    from verl_ext.trainer.batch import _ENGINE_FLAGS
-
     engine = build_worker(model).engine
     ids = torch.nested.nested_tensor_from_jagged(torch.arange(5), torch.tensor([0, 5]))
     micro_batch = tu.get_tensordict({"input_ids": ids, "position_ids": ids}, dict(_ENGINE_FLAGS))

@@ -9,11 +9,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from tests.lib.errors import refused
-from tests.lib.tiny_titans import CHUNK, VOCABULARY, random_tokens, tiny_base, tiny_config, tiny_titans
+from tests.lib.tiny_titans import CHUNK, VOCABULARY, each_form, random_tokens, tiny_base, tiny_config, tiny_titans
 from verl_ext.titans import QwenTitansConfig, QwenTitansForCausalLM, is_memory_parameter
-
-FORMS = [{}, {"depth": 1}, {"conv_tokens": 1}, {"conv_tokens": CHUNK + 3}]  # convolutions of one token, and over chunks
-each_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
 def _close(own: torch.Tensor, exact: torch.Tensor, tolerance: float = 1e-5) -> None:

@@ -8,14 +8,12 @@ from transformers import StoppingCriteriaList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.lib.tiny_titans import CHUNK, VOCABULARY, random_tokens, tiny_titans
+from tests.lib.tiny_titans import CHUNK, VOCABULARY, each_form, random_tokens, tiny_titans
 
 pytestmark = pytest.mark.slow
 
 STEPS = 2 * CHUNK + 3  # tokens of an answer that crosses chunks and their sub-chunks
 LENGTHS = (3, CHUNK - 2, 2 * CHUNK, 2 * CHUNK + 1, 45)  # of prompts; one ends on a border of chunks
-FORMS = [{}, {"depth": 1}, {"conv_tokens": 1}, {"conv_tokens": CHUNK + 3}]  # convolutions of one token, and over chunks
-each_form = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
 def _prompts(lengths=LENGTHS, padding: str = "left") -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

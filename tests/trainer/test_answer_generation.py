@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+from transformers import AutoModelForCausalLM, MixtralConfig
 
+from tests.lib.packed_engine import build_worker
 from tests.lib.ranks import run_cases
-from tests.lib.small_models import packed_and_plain
+from tests.lib.small_models import write_small_models
 from tests.lib.tiny_model import write_tiny_model
 from verl_ext.answers.generation import Sampling, generate
 
@@ -21,14 +22,8 @@ PROMPTS = [torch.randint(4, 120, (n,), generator=_draw).tolist() for n in (23, 4
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, tiny_model):
-    """Write a small model of each family, and return the folders by name."""
-    written = {"qwen3": tiny_model}
-    for name in FAMILIES[1:]:
-        folder = tmp_path_factory.mktemp(name)
-        packed_and_plain(name)[1].save_pretrained(folder)
-        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
-        written[name] = folder
-    return written
+    small = write_small_models(FAMILIES[1:], tmp_path_factory.mktemp("small"), tiny_model)
+    return {"qwen3": tiny_model, **small}
 
 
 def _plain_answers(folder, stops=()):
@@ -46,8 +41,6 @@ def _plain_answers(folder, stops=()):
 
 def _answers(folders, layout, stops):
     """Return this rank's answers by name, and whether parameters, random state and module stayed unchanged."""
-    from tests.lib.packed_engine import build_worker
-
     rank, found, untouched = torch.distributed.get_rank(), {}, {}
     sequence_parallel, overrides = layout
     for name, folder in folders.items():
@@ -69,8 +62,6 @@ def _answers(folders, layout, stops):
 
 
 def _drawn(folder):
-    from tests.lib.packed_engine import build_worker
-
     engine = build_worker(folder).engine
     with engine.eval_mode():
         return [

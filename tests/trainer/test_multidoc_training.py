@@ -8,7 +8,6 @@ from itertools import pairwise
 from math import exp
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,8 +17,6 @@ from tests.lib.pretrain_files import write_index
 from tests.lib.ranks import run_cases
 from tests.lib.reference import load_eager
 from tests.lib.training import build, heard, into, metrics, refusals, train, train_alone
-from verl_ext.data import MultiDocDataset
-from verl_ext.trainer.distributed import RunRanks
 
 pytestmark = pytest.mark.slow
 
@@ -111,12 +108,6 @@ def _evaluate(overrides):
     trainer.evaluate_only()
 
 
-def _token_range(prefix, cache):
-    dataset = MultiDocDataset(prefix, None, 16, cache_dir=cache)
-    dataset.read_together(RunRanks())
-    return dataset.token_range()
-
-
 @pytest.fixture(scope="module")
 def runs(tiny_model, sources, tmp_path_factory):
     """Return the folder of all runs, and each rank's results."""
@@ -142,17 +133,15 @@ def runs(tiny_model, sources, tmp_path_factory):
     cases |= {name: (1, train_alone, [*longer, into(folder / name)]) for name in ("extended", "whole")}
     cases |= {"blend": (1, heard, _evaluate, blend), "short": (1, heard, _evaluate, short)}
 
-    # Two ranks: indices with tokens beyond the vocabulary, with a cache that is read alone, and with a range to share.
+    # Two ranks: indices with tokens beyond the vocabulary, and with a cache that cannot be written.
     beyond = write_index(folder / "beyond", [[5, 6, 128] * 30])
     words = write_index(folder / "words", [[5 + number] * 9 for number in range(20)])
-    corpus = write_index(folder / "corpus", np.reshape([50] * 80 + [5] * 79 + [90], (-1, 10)))
     (folder / "file").write_text("")
     asked = ["data=multidoc", f"model.path={tiny_model}", *WINDOW, into(folder / "indexed")]
     uncached = [f"data.train_dir={{words: {words}}}", "data.sampling=in_order", f"data.cache_dir={folder}/file/cache"]
     uncached += ["trainer.total_training_steps=1", "trainer.save_freq=-1"]
     asked_beyond = [*asked, f"data.train_dir={beyond}", f"data.cache_dir={folder}/of_beyond"]
     cases |= {"beyond": (2, refusals, asked_beyond, [[]]), "uncached": (2, train_alone, [*asked, *uncached])}
-    cases["range"] = (2, _token_range, str(corpus), str(folder / "ranges"))
     return folder, run_cases(cases)
 
 
@@ -191,9 +180,3 @@ def test_tokens_beyond_the_models_vocabulary_are_refused_before_it_is_loaded(run
 
 def test_an_index_is_trained_on_where_the_cache_cannot_be_written(runs):
     assert metrics(runs[0] / "indexed")[1, "train/words_tokens"] > 0
-
-
-def test_the_token_range_is_of_all_ranks_and_is_kept(runs):
-    assert runs[1]["range"] == ((5, 90),) * 2
-    [kept] = (runs[0] / "ranges").glob("range-*/token_range.npy")
-    assert np.load(kept).tolist() == [5, 90]

@@ -16,6 +16,7 @@ from tests.lib.ranks import run_cases
 from tests.lib.tiny_model import write_tiny_model
 from tests.lib.tokenized_data import random_documents, random_units, write_tokenized, write_units
 from tests.lib.training import (
+    build,
     differences,
     heard,
     into,
@@ -27,7 +28,10 @@ from tests.lib.training import (
     train_twice,
 )
 from verl_ext.checkpoint.layout import BEST, step_of
+from verl_ext.config.schema import options as choices
+from verl_ext.data.tokenized.ranks import arrays_of_ranks
 from verl_ext.losses import PREFERENCE_MODES
+from verl_ext.trainer import reference
 
 pytestmark = pytest.mark.slow
 
@@ -83,8 +87,6 @@ def resumed_without_reference(options, whole, folder):
 
 def without_cache():
     """Let this rank compute sums that are not kept with a run."""
-    from verl_ext.data.tokenized.ranks import arrays_of_ranks
-    from verl_ext.trainer import reference
 
     def found(ranks, name, make, root=None):
         return make() if root is None else arrays_of_ranks(ranks, name, make, root)
@@ -93,8 +95,6 @@ def without_cache():
 
 
 def measured(overrides):
-    from tests.lib.training import build
-
     trainer = build(overrides)
     trainer.resume()
     trainer.evaluate_only()
@@ -102,8 +102,6 @@ def measured(overrides):
 
 def with_wrong_reference(overrides):
     """Train with sums that are off, as those of other weights would be."""
-    from verl_ext.trainer import reference
-
     right = reference.ReferenceScorer.measured
 
     def measured(self, each):
@@ -296,6 +294,4 @@ def test_mistakes_are_one_line_each(runs, tiny_model):
 
 
 def test_every_loss_has_a_file_of_its_group():
-    from verl_ext.config.schema import options as choices
-
     assert PREFERENCE_MODES.keys() <= set(choices("loss"))

@@ -30,8 +30,10 @@ from tests.lib.training import (
     train,
     train_alone,
 )
+from verl_ext.trainer.collator import StepCollator
 from verl_ext.trainer.distributed import limit_collectives
 from verl_ext.trainer.hooks import TrackingHook
+from verl_ext.trainer.loader import pack_loader
 from verl_ext.trainer.trainer import UpcomingStep
 
 pytestmark = pytest.mark.slow
@@ -322,9 +324,6 @@ def test_metrics_are_named_as_promised(runs):
 
 def count_waits(overrides: list[str]) -> list[tuple[int, int]]:
     """Count the reductions and host reads of a step that is not logged and of one that is, by wrappers of the calls."""
-    from verl_ext.trainer.collator import StepCollator
-    from verl_ext.trainer.loader import pack_loader
-
     trainer = train(overrides)
     collate = StepCollator.of_dataset(trainer.run.objective, trainer.run.train_set)
     counts, found = {"all_reduce": 0, "reads": 0}, []
