@@ -13,17 +13,24 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from verl_ext.checkpoint.export import NF4_FACTS, base_of, convert, dtypes_of, write_weights
 from verl_ext.checkpoint.layout import EXPORT_MARKER
-from verl_ext.checkpoint.source import GENERATION, copy_missing, folder_of, plain_model, source_dtype
+from verl_ext.checkpoint.source import (
+    GENERATION,
+    copy_missing,
+    folder_of,
+    plain_model,
+    read_config,
+    read_model,
+    source_dtype,
+)
 from verl_ext.checkpoint.untrained import Untrained
 from verl_ext.config.adapter_weights import adapter_differences, tables_of
 from verl_ext.engines.new_rows import embeddings_and_head
 from verl_ext.engines.nf4_reading import round_to_nf4
 from verl_ext.files import OutputFolder, write_json
-from verl_ext.layers.towers import auto_class, without_code
 from verl_ext.options import DataError, first_line, must
 
 
@@ -79,9 +86,8 @@ def _merged_model(
     """Return the merged model, the adapters' tokenizer, and the tensors that the class does not load."""
     from peft import PeftConfig, PeftModel, load_peft_weights  # heavy, and needed with adapters only
 
-    config = without_code(AutoConfig.from_pretrained(name, trust_remote_code=trusted), trusted)
-    options = {"config": copy.deepcopy(config), "dtype": torch.float32, "trust_remote_code": trusted}
-    model = auto_class(config).from_pretrained(name, **options)
+    config = read_config(name, trusted)
+    model = read_model(name, copy.deepcopy(config), trusted)
     config.dtype = getattr(torch, dtype, source_dtype(config, name))
     plain = plain_model(config, trusted)
     untrained = Untrained.of_source(name, model, lambda: plain, ())

@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
 from verl_ext.checkpoint import layout
 from verl_ext.checkpoint.card import CARD, model_card
 from verl_ext.checkpoint.identity import BASE, weight_facts
-from verl_ext.checkpoint.source import GENERATION, ExportFiles, plain_model
-from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
+from verl_ext.checkpoint.source import GENERATION, ExportFiles, plain_model, read_config, read_model
+from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, StateReader
 from verl_ext.checkpoint.untrained import Untrained
 from verl_ext.config.adapters import with_adapters
 from verl_ext.config.weights import digest_of_weights
@@ -36,7 +36,6 @@ from verl_ext.engines.nf4 import dequantized
 from verl_ext.engines.nf4_reading import round_to_nf4
 from verl_ext.engines.sharding import fp32_names
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
-from verl_ext.layers.towers import auto_class, without_code
 from verl_ext.options import DataError, first_line, must
 from verl_ext.plugin import register_architectures
 
@@ -197,13 +196,14 @@ def export_checkpoint(
 
     transformers.utils.logging.set_verbosity_error()
     # Compare sizes and checksums first: a damaged checkpoint must not become a model.
-    checkpoint, manifest = _whole_checkpoint(Path(folder))
+    whole = _whole_checkpoint(Path(folder))
+    checkpoint, manifest = whole.folder, whole.manifest
     merges = form == "merged"
     with OutputFolder(output_dir, overwrite) as output:
         # Read the tensors into files on the output's disk, because the host's memory may not hold the model.
         mapped = partial(_mapped, output.path / "mapped")
         try:
-            model = _saved_model(checkpoint, manifest, base, dtype, merges, trust_remote_code, mapped, base_form)
+            model = _saved_model(whole, base, dtype, merges, trust_remote_code, mapped, base_form)
         except ValueError as error:
             raise DataError(" ".join(str(error).split())) from error
         # The checkpoint's own export brings tokenizer and config; the weights are written below.
@@ -244,9 +244,9 @@ def base_of(nf4: Mapping[str, Any], form: str, base_form: str) -> str:
     )
 
 
-def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
-    """Return a whole checkpoint and its manifest, or raise DataError."""
-    checkpoint = (layout.saved_folders(checkpoint) or [checkpoint])[-1]
+def _whole_checkpoint(folder: Path) -> layout.Checkpoint:
+    """Return a checkpoint, or the last one of a run, or raise DataError if it is not whole."""
+    checkpoint = (layout.saved_folders(folder) or [folder])[-1]
     try:
         whole = layout.Checkpoint.read(checkpoint, needed=("model",))
     except layout.Damaged as error:
@@ -256,7 +256,7 @@ def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
         raise DataError(str(error)) from error
     if wrong := whole.changed_file():
         raise DataError(must("checkpoint", "be whole", f"{checkpoint}: {wrong}"))
-    return checkpoint, whole.manifest
+    return whole
 
 
 def _mapped(scratch: Path, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -269,8 +269,7 @@ def _mapped(scratch: Path, size: Sequence[int], dtype: torch.dtype) -> torch.Ten
 
 
 def _saved_model(
-    checkpoint: Path,
-    manifest: layout.Manifest,
+    checkpoint: layout.Checkpoint,
     base: str | None,
     dtype: str,
     merges: bool,
@@ -279,33 +278,37 @@ def _saved_model(
     base_form: str,
 ) -> Any:
     """Return a checkpoint's model in `dtype`, plain or with its adapters."""
-    adapters = _saved_adapters(checkpoint)
+    folder, facts = checkpoint.folder, checkpoint.manifest.facts
+    adapters = _saved_adapters(folder)
     if adapters is None and not merges:
         raise DataError(must("form", "be merged for a checkpoint without adapters", "adapter"))
-    tied, kind = manifest.facts.get("model.config.tie_word_embeddings"), getattr(torch, dtype, None)
-    model = _plain_of(checkpoint / layout.EXPORT, tied, kind, trusted)
+    tied, kind = facts.get("model.config.tie_word_embeddings"), getattr(torch, dtype, None)
+    model = _plain_of(folder / layout.EXPORT, tied, kind, trusted)
     dtypes = dtypes_of(model)
     if dtype == "source" and merges:
         kind = model.config.dtype
-    tensors = read_tensors(checkpoint / STATE, MODEL, allocate)
+    tensors = StateReader(folder / STATE).read_whole(MODEL, allocate)
     if adapters is not None:
         model = with_adapters(model, adapters)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        is_nf4 = bool(manifest.facts.get(NF4_FACTS[0]))
+        is_nf4 = bool(facts.get(NF4_FACTS[0]))
+        # A base in four bits is not the weights that the adapters are merged into, or needed beside them.
         if is_nf4 and (not merges or base_form == "original"):
             tensors = {name: tensors[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
         if merges:  # in fp32, so that sums are rounded and not their terms
             floats = dequantized(tensors)
             tensors = {name: allocate(x.shape, dtype=torch.float32).copy_(x) for name, x in floats}
-            if frozen.isdisjoint(tensors):  # checkpoint.save_lora_only
+            # With checkpoint.save_lora_only, the base is read from where it was, or where the user says that it is.
+            if frozen.isdisjoint(tensors):
                 rows = model.config.get_text_config().vocab_size
                 named = adapters.base_model_name_or_path or ""  # not a folder that is gone
                 base = named if base is None and (os.path.isdir(named) or not os.path.isabs(named)) else base
-                plain = _base_model(base, manifest, trusted, rows)
+                plain = _base_model(base, facts, trusted, rows)
                 if is_nf4 and base_form == "dequantized":
-                    round_to_nf4(plain, manifest.facts.get(NF4_FACTS[1], False), adapters.modules_to_save or ())
+                    round_to_nf4(plain, facts.get(NF4_FACTS[1], False), adapters.modules_to_save or ())
                 model = with_adapters(plain, adapters)
     model = filled(model, tensors, merges)
+    # The weights get the types in which the source has them, or the one that is asked for.
     if kind is not None and (told := convert(model, dtypes, kind, allocate)):
         raise ValueError(must("dtype", "hold the weights", f"{dtype}: {told}"))
     return model
@@ -328,7 +331,7 @@ def _plain_of(folder: Path, tied: bool | None, dtype: torch.dtype | None, truste
     of the model; None: of its config.
     """
     try:
-        config = without_code(AutoConfig.from_pretrained(folder, trust_remote_code=trusted), trusted)
+        config = read_config(folder, trusted)
         config.dtype = dtype or config.dtype
         if tied is not None and tied != getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = tied
@@ -340,10 +343,10 @@ def _plain_of(folder: Path, tied: bool | None, dtype: torch.dtype | None, truste
         raise
 
 
-def _base_model(base: str | None, manifest: layout.Manifest, trusted: bool, rows: int) -> Any:
+def _base_model(base: str | None, saved: Mapping[str, Any], trusted: bool, rows: int) -> Any:
     """Load the model that adapters were trained on in fp32, or raise DataError.
 
-    rows: the tokens that its embeddings and head get.
+    saved: the facts of their checkpoint. rows: the tokens that its embeddings and head get.
     """
     if not base:
         raise DataError("base is required for a checkpoint of adapters alone: the folder of its model; got null")
@@ -353,11 +356,10 @@ def _base_model(base: str | None, manifest: layout.Manifest, trusted: bool, rows
     except OSError as error:  # of the Hub
         raise DataError(must("base", needed, f"{base}: {error}")) from error
     for name, found in facts.items():
-        if (trained := manifest.facts.get(name, found)) != found:
+        if (trained := saved.get(name, found)) != found:
             raise DataError(must("base", f"{needed}, {trained}", f"{base}, {found}"))
-    config = without_code(AutoConfig.from_pretrained(base, trust_remote_code=trusted), trusted)
-    options = {"config": config, "dtype": torch.float32, "trust_remote_code": trusted}
-    model = auto_class(config).from_pretrained(base, **options)
+    config = read_config(base, trusted)
+    model = read_model(base, config, trusted)
     # As a model that is built from its config has it: transformers refuses to save some that it has read.
     model.generation_config = GenerationConfig.from_model_config(config) if model.can_generate() else None
     if rows > config.get_text_config().vocab_size:

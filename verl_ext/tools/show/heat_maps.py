@@ -6,9 +6,9 @@ experts     how evenly tokens choose a mixture's experts, layer by layer: the la
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.console import RenderableType
@@ -28,22 +28,10 @@ _NUMBERED = re.compile(r"(.*?)(\d*)([km]?)")
 _LOAD = "times an even share"
 
 
-class HeatMap(Protocol):
-    """Numbers over two fields."""
-
-    def tables(self, width: int) -> Iterator[RenderableType]:
-        """Yield the numbers for a terminal of so many columns."""
-        ...
-
-    def chart(self) -> Chart:
-        """Return the numbers as a figure for a page."""
-        ...
-
-
-def heat_maps(runs: Sequence[ShownRun]) -> Iterator[HeatMap]:
-    """Yield what runs have of each kind, one kind after the other."""
-    for read in _KINDS:
-        yield from filter(None, map(read, runs))
+def heat_maps(runs: Sequence[ShownRun]) -> "Iterator[ScoreTable | ExpertLoads]":
+    """Yield the heat maps of runs, one kind after the other."""
+    for kind in (ScoreTable, ExpertLoads):
+        yield from filter(None, map(kind.of_run, runs))
 
 
 @dataclass(frozen=True)
@@ -168,6 +156,3 @@ class ExpertLoads:
             ink={"value": "transparent"},
             size={"width": "container", "height": {"step": 10}},
         )
-
-
-_KINDS: tuple[Callable[[ShownRun], HeatMap | None], ...] = (ScoreTable.of_run, ExpertLoads.of_run)
