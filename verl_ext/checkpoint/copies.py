@@ -4,7 +4,7 @@ It is the folder or URL in `trainer.default_hdfs_dir`; each copy has a folder of
 
 hdfs://host/runs       Hadoop's client, the command hdfs
 s3://bucket/runs       fsspec; also any other URL
-/mnt/nas/runs          a folder, which gets global_step_N at once when it is whole
+/mnt/nas/runs          a folder; each copy appears under its name only when it is complete
 """
 
 import os
