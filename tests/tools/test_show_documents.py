@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
+from tests.lib.document_texts import write_lines
 from tests.lib.errors import names
 from tests.lib.shown import document, refused_line, show, view, write_data
 from tests.lib.tokenized_data import random_documents, write_tokenized
+from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.data import SFTDataSet
 from verl_ext.tools.show.cells import cells_of
 from verl_ext.tools.show.documents import Row
@@ -98,6 +100,15 @@ def test_a_pack_is_the_one_that_the_trainer_feeds(tmp_path):
         assert sum(int(line[5]) for line in lines) == int(dataset[pack]["loss_mask"].sum())
         assert [line[6] for line in lines] == [f"0..{place.tokens - 1}" for place in places]
     assert show(folder, f"pack={len(dataset)}", "max_tokens=64")[0] == 2
+
+
+def test_a_pack_of_answers_that_are_too_long_for_it_is_refused_in_one_line(tmp_path, data):
+    pair = {"prompt": "hello", "chosen": "the cat sat", "rejected": "the dog sat"}
+    pairs = write_lines(tmp_path / "pairs.jsonl", [pair])
+    words = [f"sources={{pairs:{pairs}}}", f"output_dir={tmp_path / 'pairs'}", f"model.path={tmp_path / 'model'}"]
+    assert tokenize(words) == 0
+    asked = (tmp_path / "pairs", "pack=0", "max_tokens=8", "share_prefixes=true")
+    assert names(refused_line(*asked, code=1), "data.max_tokens", "got 8")
 
 
 def test_views_stand_beside_each_other_and_on_a_page(tmp_path, data):

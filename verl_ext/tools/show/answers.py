@@ -33,7 +33,7 @@ def answers_view(path: str, step: int | None, category: str | None) -> Iterator[
         raise UsageError(must("step", f"be one of those with answers, {_listed(steps)}", step))
     rows = [row for row in rows if row["step"] == step]
     if category is not None:
-        if problem := choice_problem("category", category, {row["category"] for row in rows}):
+        if problem := choice_problem("category", category, sorted({row["category"] for row in rows})):
             raise UsageError(problem)
         rows = [row for row in rows if row["category"] == category]
     scores = [row["score"] for row in rows if row["score"] is not None]

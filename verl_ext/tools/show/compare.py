@@ -29,7 +29,7 @@ def around(ids: NDArray[Any], place: int, decode: Decode | None, style: str = ""
     """Return the tokens before and after a place; `style` is of those after it."""
     parts = ids[max(place - BEFORE, 0) : place].tolist(), ids[place : place + AFTER].tolist()
     before, after = (" ".join(map(str, part)) if decode is None else decode(part) for part in parts)
-    return Text(one_line(before), "dim").append(" » ", "bold yellow").append(one_line(after), style)
+    return Text().append(one_line(before), "dim").append(" » ", "bold yellow").append(one_line(after), style)
 
 
 def differs_in(one: Row, other: Row) -> tuple[int, str] | None:
