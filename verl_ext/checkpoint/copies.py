@@ -89,12 +89,6 @@ class SecondStorage:
         return url_to_fs(self.place)
 
 
-def check_copies(options: Any) -> None:
-    """Call :meth:`SecondStorage.check` if the trainer's options name a second storage."""
-    if options.default_hdfs_dir:
-        SecondStorage(options.default_hdfs_dir).check(Path(options.default_local_dir))
-
-
 def _hdfs(*arguments: str) -> None:
     """Run `hdfs dfs`; raise OSError with its last line if it fails."""
     client = shutil.which("hdfs")

@@ -25,11 +25,6 @@ class Curve:
         """The steps whose values are finite, with their values."""
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
 
-    @property
-    def finite(self) -> list[float]:
-        """The finite values."""
-        return [value for _, value in self.points]
-
 
 def read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:
     """Return curves up to the first unreadable line, its number or None.

@@ -50,17 +50,6 @@ _METADATA_CLASSES = {
 _log = logging.getLogger(__name__)
 
 
-def collected_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of `checkpoint.save_contents` by their names in a checkpoint; collective."""
-    manager, module = engine.checkpoint_manager, engine.module
-    state: dict[str, torch.Tensor] = {}
-    if manager.should_save_model:
-        state |= model_state(module, adapters_only=manager.should_save_lora_only and engine._is_lora)
-    if manager.should_save_optimizer:
-        state |= optimizer_state(module, engine.optimizer)
-    return state
-
-
 def model_state(module: torch.nn.Module, adapters_only: bool = False) -> dict[str, torch.Tensor]:
     """Return the tensors of an FSDP2 model, which share its memory.
 

@@ -102,7 +102,7 @@ class LocalModel:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from verl_ext.answers.generation import end_tokens
-        from verl_ext.checkpoint.export import export_checkpoint
+        from verl_ext.checkpoint.export import ExportForm, export_checkpoint
         from verl_ext.checkpoint.layout import EXPORT, saved_folders
         from verl_ext.text.chat.template import ChatTemplate
 
@@ -112,7 +112,7 @@ class LocalModel:
         # A checkpoint without weights for transformers is exported once, and only for as long as it answers.
         if not any(folder.glob("*.safetensors")) and folder != self.path:
             exported = Path(self._resources.enter_context(tempfile.TemporaryDirectory())) / "model"
-            export_checkpoint(str(self.path), str(exported), False, None, "saved", 5.0)
+            export_checkpoint(ExportForm(str(self.path), str(exported), dtype="saved"))
             folder = exported
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -71,7 +71,7 @@ def run_charts(runs: Sequence[ShownRun]) -> list[Chart]:
                 if metric in run.curves:
                     series = _series(runs, run, kind, len(metrics))
                     curves.append({"run": number, "metric": metric, "series": series, "kind": metric.split("/")[0]})
-        values = [value for one in curves for value in runs[one["run"]].curves[one["metric"]].finite]
+        values = [value for one in curves for _, value in runs[one["run"]].curves[one["metric"]].points]
         if values and (title not in _COUNTERS or any(values)):
             charts.append(_curve_chart(title, curves, values))
     for metric, points in by_length(runs).items():

@@ -42,7 +42,7 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
     for name in names:
         for run in runs:
             curve = run.curves.get(name)
-            if curve is None or not (values := curve.finite):
+            if curve is None or not (values := [value for _, value in curve.points]):
                 continue
             numbers = (four_digits(value) for value in (values[0], values[-1], min(values)))
             of_run = [Text(one_line(run.name))] if len(runs) > 1 else []
