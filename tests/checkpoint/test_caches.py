@@ -48,26 +48,16 @@ def test_files_that_others_put_beside_are_no_damage(tmp_path):
     assert (folder / "memo.npz").exists()
 
 
-def _shorten(folder):
-    (folder / "numbers.npy").write_bytes(b"123")
-
-
-def _lose(folder):
-    (folder / "inner" / "text").unlink()
-
-
-def _lose_contents(folder):
-    (folder / "contents.json").unlink()
-
-
-def _garble_contents(folder):
-    (folder / "contents.json").write_text('{"sizes": [3]}')
-
-
-@pytest.mark.parametrize("damage", [_shorten, _lose, _lose_contents, _garble_contents])
-def test_a_damaged_folder_is_told_in_one_line_and_made_anew(tmp_path, caplog, damage):
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("numbers.npy", b"123"), ("inner/text", None), ("contents.json", None), ("contents.json", b'{"sizes": [3]}')],
+)
+def test_a_damaged_folder_is_told_in_one_line_and_made_anew(tmp_path, caplog, name, content):
     folder = cached_folder(tmp_path / "root", "abc", write_two_files)
-    damage(folder)
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
     with caplog.at_level(logging.WARNING):
         cached_folder(tmp_path / "root", "abc", write_two_files)
     (line,) = warnings(caplog)
@@ -117,7 +107,7 @@ def _with_one_that_waits(root: Path, make, waiting_make):
 
     try:
         here = str(cached_folder(root, "abc", make_beside))
-    except ValueError as error:
+    except (ValueError, KeyboardInterrupt) as error:
         here = f"{type(error).__name__}: {error}"
     there = answers.get(timeout=30)
     other.join()
@@ -143,18 +133,12 @@ def test_a_process_that_waited_for_one_that_failed_raises_the_same(tmp_path):
 
 
 def test_a_process_that_waited_for_one_that_was_interrupted_makes_the_folder(tmp_path):
-    asked, answers = _context.Event(), _context.Queue()
-    other = _context.Process(target=_open_after, args=(tmp_path / "root", asked, write_two_files, answers), daemon=True)
-
     def interrupted(folder):
-        other.start()
-        assert asked.wait(30)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        cached_folder(tmp_path / "root", "abc", interrupted)
-    assert answers.get(timeout=30) == str(tmp_path / "root" / "abc")
-    other.join()
+    here, there = _with_one_that_waits(tmp_path / "root", interrupted, write_two_files)
+    assert here == "KeyboardInterrupt: "
+    assert there == str(tmp_path / "root" / "abc")
 
 
 def test_what_cannot_be_written_is_one_line_with_the_key(tmp_path):

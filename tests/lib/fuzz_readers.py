@@ -249,7 +249,7 @@ def _sign_checkpoint(folder: Path) -> None:
 def _read_checkpoint(folder: Path) -> None:
     from verl_ext.checkpoint.identity import Identity, resumed_grouping
     from verl_ext.checkpoint.layout import Checkpoint, Damaged
-    from verl_ext.checkpoint.state import STATE, read_extra, read_tensors
+    from verl_ext.checkpoint.state import STATE, StateReader, read_extra
 
     try:
         checkpoint = Checkpoint.read(folder)
@@ -261,7 +261,7 @@ def _read_checkpoint(folder: Path) -> None:
     Identity({"data.max_tokens": 64}, _GROUPING, str(folder)).check(facts)
     resumed_grouping({"balance": "sorted", "cost": "flops", "shuffle": True}, _GROUPING, facts)
     read_extra(folder)
-    read_tensors(folder / STATE, "model.")
+    StateReader(folder / STATE).read_whole("model.")
 
 
 def _make_model(folder: Path) -> None:

@@ -21,9 +21,28 @@ def show(*words: object) -> tuple[int, str, str]:
     return code, out.getvalue(), errors.getvalue()
 
 
-def audit_of(tmp_path: Path, *words: object) -> dict[str, Any]:
-    code, _, errors = show(*words, f"json={tmp_path / 'audit.json'}")
+def view(*words: object) -> str:
+    """Return what a command that succeeds shows."""
+    code, out, errors = show(*words)
     assert code == 0, errors
+    return out
+
+
+def refused_line(*words: object, code: int | None = None) -> str:
+    """Return the line with which a command fails, with an exit code if one is given."""
+    got, _, errors = show(*words)
+    assert got != 0 if code is None else got == code, errors
+    assert errors.count("\n") == 1, errors
+    return errors
+
+
+def page_data(page: Path) -> dict[str, Any]:
+    """Return the figures and the curves of a page."""
+    return json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+
+
+def audit_of(tmp_path: Path, *words: object) -> dict[str, Any]:
+    view(*words, f"json={tmp_path / 'audit.json'}")
     return json.loads((tmp_path / "audit.json").read_text())
 
 

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM
 
 from tests.lib.ranks import only_rank
 from tests.lib.tiny_model import VOCABULARY
 from tests.lib.tokenized_data import random_documents, write_tokenized
 from verl_ext.checkpoint.layout import TRACKER, saved_folders, step_of
-from verl_ext.checkpoint.state import StateReader, read_metadata
+from verl_ext.checkpoint.state import StateReader
 from verl_ext.config.compose import compose
 from verl_ext.launch.protocol import Ending
 from verl_ext.trainer.run import Run
@@ -168,11 +167,7 @@ def tracked_step(folder: Path) -> int | None:
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of a checkpoint's model and optimizer, whole."""
-    folder = checkpoint / "state"
-    entries = read_metadata(folder).state_dict_metadata
-    state = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    dcp.load(state, storage_reader=StateReader(str(folder)), no_dist=True)
-    return state
+    return StateReader(checkpoint / "state").read_whole("")
 
 
 def differences(folder: Path, expected: Path, step: int) -> list[str]:

@@ -27,6 +27,7 @@ from tests.lib.remote_code import add_code
 from tests.lib.small_models import write_mxfp4
 from tests.lib.tiny_model import write_tiny_model
 from verl_ext.checkpoint.adapter_folder import merge_adapter_folder
+from verl_ext.checkpoint.export import ExportForm
 from verl_ext.config.adapters import adapter_notices, lora_problems
 from verl_ext.config.architecture import Architecture
 from verl_ext.config.check import read_hf_config
@@ -199,8 +200,7 @@ def test_damage_to_an_adapter_folder_is_named_by_a_run_and_by_an_export(name, da
     lines = list(lora_problems(config, Architecture(hf_config)))
     assert lines
     assert_named(ValueError("\n".join(lines)), gone)
+    asked = ExportForm(str(target), str(tmp_path_factory.mktemp("out") / "merged"))
     with pytest.raises(DataError) as told:
-        merge_adapter_folder(
-            str(target), str(folders[ADAPTERS[name][0]]), str(tmp_path_factory.mktemp("out") / "merged")
-        )
+        merge_adapter_folder(asked, str(folders[ADAPTERS[name][0]]))
     assert_named(told.value, gone)

@@ -10,7 +10,7 @@ from tests.lib.chat_templates import CHATML, tiny_tokenizer
 from tests.lib.document_texts import write_lines
 from tests.lib.errors import names, refused
 from tests.lib.pretrain_files import texts_of, word_tokenizer, write_index, write_jsonl
-from tests.lib.shown import audit_of, document, show, write_data
+from tests.lib.shown import audit_of, document, refused_line, show, view, write_data
 from tests.lib.tokenized_data import random_documents
 from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.data import PreTrainDataset, SFTDataSet
@@ -191,9 +191,7 @@ def test_corpora_of_one_name_are_two_categories(tmp_path):
     paths = [write_index(tmp_path / folder / "books", [range(3)] * number) for folder, number in numbers.items()]
     found = audit_of(tmp_path, *paths)
     assert [(name, row["documents"]) for name, row in found["categories"].items()] == [(paths[0], 2), (paths[1], 5)]
-    code, _, errors = show(paths[0], paths[0])
-    assert (code, errors.count("\n")) == (1, 1)
-    assert names(errors, "paths", "once")
+    assert names(refused_line(paths[0], paths[0], code=1), "paths", "once")
 
 
 def test_raw_files_of_one_name_are_all_read(tmp_path, tokenizer):
@@ -207,7 +205,7 @@ def test_raw_files_of_one_name_are_all_read(tmp_path, tokenizer):
 
 def test_requirements_decide_the_exit_code(tmp_path):
     folder = write_data(tmp_path / "data", [document([1, 2, 3], [2]), document([1, 2, 3], []), document([4, 5], [1])])
-    assert show(folder, "require=no_target<=1,duplicates<40%")[0] == 0
+    view(folder, "require=no_target<=1,duplicates<40%")
     code, _, errors = show(folder, "require=no_target=0,duplicates<40%")
     assert code == 1
     assert names(errors, "no_target=0", "1 of 3")
@@ -237,10 +235,6 @@ def test_bad_input_is_one_line(tmp_path, tokenizer):
         (2, "model.path", folder, "longest"),
         (1, "data.max_tokens", folder, "max_tokens=2", "over_length=error"),
     ):
-        got, _, errors = show(*words)
-        assert (got, errors.count("\n")) == (code, 1), errors
-        assert names(errors, key)
+        assert names(refused_line(*words, code=code), key)
     (Path(folder) / "report.json").write_text("[1]")
-    code, _, errors = show(folder)
-    assert (code, errors.count("\n")) == (1, 1)
-    assert names(errors, "report.json")
+    assert names(refused_line(folder, code=1), "report.json")

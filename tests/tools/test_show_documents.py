@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
+from tests.lib.document_texts import write_lines
 from tests.lib.errors import names
-from tests.lib.shown import document, show, write_data
+from tests.lib.shown import document, refused_line, show, view, write_data
 from tests.lib.tokenized_data import random_documents, write_tokenized
+from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.data import SFTDataSet
 from verl_ext.tools.show.cells import cells_of
 from verl_ext.tools.show.documents import Row
@@ -47,8 +49,7 @@ def test_cells_hold_every_token_once_and_read_as_the_text(text, drawn):
 
 
 def test_a_document_is_shown_with_its_targets_or_the_ids_and_weights_of_its_tokens(tmp_path, data):
-    code, shown, errors = show(data, "row=0")
-    assert code == 0, errors
+    shown = view(data, "row=0")
     assert "[[the cat sat]]" in shown
     assert "[[<|im_end|>]]" in shown
     assert "你好" in shown
@@ -76,8 +77,7 @@ def test_a_document_is_shown_with_its_targets_or_the_ids_and_weights_of_its_toke
     ],
 )
 def test_documents_are_selected(data, words, rows):
-    code, shown, errors = show(data, *words)
-    assert code == 0, errors
+    shown = view(data, *words)
     assert [int(line.split()[1]) for line in shown.splitlines() if line.startswith("row ")] == rows
 
 
@@ -85,16 +85,14 @@ def test_a_random_order_is_that_of_its_seed_and_a_selection_of_nothing_is_refuse
     assert show(data, "random=4", "documents=3")[1] == show(data, "random=4", "documents=3")[1]
     assert len({show(data, f"random={seed}")[1] for seed in range(8)}) > 1
     for words in (("matches=elephant",), ("cut",), ("category=poems",), ("row=3",)):
-        code, _, errors = show(data, *words)
-        assert (code, errors.count("\n")) == (2, 1)
+        refused_line(data, *words, code=2)
 
 
 def test_a_pack_is_the_one_that_the_trainer_feeds(tmp_path):
     folder = write_data(tmp_path / "data", random_documents(np.random.default_rng(2), range(3, 40), 50, 2))
     dataset = SFTDataSet(folder, max_tokens=64, over_length="error", seed=7)
     for pack in (0, len(dataset) - 1):
-        code, shown, errors = show(folder, f"pack={pack}", "max_tokens=64", "seed=7")
-        assert code == 0, errors
+        shown = view(folder, f"pack={pack}", "max_tokens=64", "seed=7")
         lines = [line.split() for line in shown.splitlines() if line.startswith("data row")]
         places = dataset.documents_of(pack)
         assert [int(line[2]) for line in lines] == [place.row for place in places]
@@ -104,13 +102,21 @@ def test_a_pack_is_the_one_that_the_trainer_feeds(tmp_path):
     assert show(folder, f"pack={len(dataset)}", "max_tokens=64")[0] == 2
 
 
+def test_a_pack_of_answers_that_are_too_long_for_it_is_refused_in_one_line(tmp_path, data):
+    pair = {"prompt": "hello", "chosen": "the cat sat", "rejected": "the dog sat"}
+    pairs = write_lines(tmp_path / "pairs.jsonl", [pair])
+    words = [f"sources={{pairs:{pairs}}}", f"output_dir={tmp_path / 'pairs'}", f"model.path={tmp_path / 'model'}"]
+    assert tokenize(words) == 0
+    asked = (tmp_path / "pairs", "pack=0", "max_tokens=8", "share_prefixes=true")
+    assert names(refused_line(*asked, code=1), "data.max_tokens", "got 8")
+
+
 def test_views_stand_beside_each_other_and_on_a_page(tmp_path, data):
     words = [data, "pack=0", "max_tokens=64", "row=0", "require=no_target<=1", "documents=1"]
-    code, shown, errors = show(*words)
-    assert code == 0, errors
+    shown = view(*words)
     parts = ("3 documents", "pack 0: ", "[[the cat sat]]")
     assert sorted(map(shown.index, parts)) == list(map(shown.index, parts))
-    assert show(*words, f"html={tmp_path / 'page.html'}")[0] == 0
+    view(*words, f"html={tmp_path / 'page.html'}")
     page = (tmp_path / "page.html").read_text()
     assert all(part in page for part in ("3 documents", "pack 0: ", "the cat sat"))
     code, _, errors = show(*words[:4], "require=no_target=0")
@@ -123,8 +129,7 @@ def test_two_sets_of_the_same_records_are_compared(tmp_path, data):
     documents[1] = document([*range(30, 40)], [4, 8])
     documents[2] = document([*range(30, 36), 60], [4])
     other = write_data(tmp_path / "other", documents)
-    code, shown, errors = show(one, f"against={other}", f"model.path={tmp_path / 'model'}")
-    assert code == 0, errors
+    shown = view(one, f"against={other}", f"model.path={tmp_path / 'model'}")
     assert "3 rows compared: 1 equal, 1 with other tokens" in shown
     lines = [line.split()[:3] for line in shown.splitlines() if line[:1].isdigit()][1:]
     assert lines[0] == ["1", "8", "targets"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
-from tests.lib.shown import document, show, write_data, write_metrics
+from tests.lib.shown import document, page_data, view, write_data, write_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +32,11 @@ def browse(page: Path, *options: str) -> tuple[str, list[str]]:
 def test_figures_of_runs_are_drawn_without_an_error(tmp_path, scheme, width):
     runs = [write_metrics(tmp_path / name, 60, ["maths", f"a {SCRIPT}"]) for name in ("one", "two")]
     page = tmp_path / "page.html"
-    code, _, errors = show(*runs, f"html={page}")
-    assert code == 0, errors
+    view(*runs, f"html={page}")
     preferred = {"dark": 0, "light": 1}[scheme]
     dom, console = browse(page, f"--window-size={width},900", f"--blink-settings=preferredColorScheme={preferred}")
     assert console == []
-    charts = len(json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])["charts"])
+    charts = len(page_data(page)["charts"])
     assert charts == 6  # all categories, loss, two categories, learning rate, throughput
     assert f'data-drawn="{charts}"' in dom
     assert dom.count("<canvas") == charts
@@ -46,17 +45,18 @@ def test_figures_of_runs_are_drawn_without_an_error(tmp_path, scheme, width):
 
 def test_the_numbers_of_a_page_are_those_of_the_json(tmp_path):
     run, page, numbers = write_metrics(tmp_path / "run", 30), tmp_path / "page.html", tmp_path / "curves.json"
-    assert show(run, f"html={page}", f"json={numbers}")[0] == 0
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])
-    assert [one["curves"] for one in data["runs"]] == [one["curves"] for one in json.loads(numbers.read_text())]
+    view(run, f"html={page}", f"json={numbers}")
+    assert [one["curves"] for one in page_data(page)["runs"]] == [
+        one["curves"] for one in json.loads(numbers.read_text())
+    ]
 
 
 def test_shares_of_experts_are_a_heat_map_of_layers(tmp_path):
     run, page = write_metrics(tmp_path / "run", 3), tmp_path / "page.html"
     shares = [[0.5, 0.25, 0.25, 0], [0.25, 0.25, 0.25, 0.25]]
     (run / "experts.jsonl").write_text(json.dumps({"step": 3, "layers": [1, 2], "shares": shares}) + "\n")
-    assert show(run, f"html={page}")[0] == 0
-    chart = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])["charts"][-1]
+    view(run, f"html={page}")
+    chart = page_data(page)["charts"][-1]
     assert chart["title"] == "run: experts of each layer at step 3, over an even share"
     cells = [(cell["layer"], cell["expert"], cell["times an even share"]) for cell in chart["values"]]
     assert cells == [(1, 0, 2), (1, 1, 1), (1, 2, 1), (1, 3, 0), *((2, expert, 1) for expert in range(4))]
@@ -65,9 +65,8 @@ def test_shares_of_experts_are_a_heat_map_of_layers(tmp_path):
 @needs_browser
 def test_long_curves_are_drawn_by_their_lowest_and_highest_points_and_the_page_holds_all(tmp_path):
     run, page = write_metrics(tmp_path / "run", 6000), tmp_path / "page.html"
-    assert show(run, f"html={page}")[0] == 0
-    text = page.read_text()
-    data = json.loads(re.search(r'id="data">(.*?)</script>', text)[1])
+    view(run, f"html={page}")
+    text, data = page.read_text(), page_data(page)
     assert len(data["runs"][0]["curves"]["train/loss"]["steps"]) == 6000
     data["runs"][0]["curves"]["train/loss"]["values"][3333] = 99.0  # a spike
     body = f'id="data">{json.dumps(data)}</script>'
@@ -90,7 +89,7 @@ def test_documents_of_a_page_are_escaped(tmp_path):
     ids = tokenizer(f"<s>{SCRIPT} the cat", add_special_tokens=False)["input_ids"]
     folder = write_data(tmp_path / "data", [document(ids, range(1, len(ids)))] * 3)
     page = tmp_path / "page.html"
-    assert show(folder, "documents=9", "longest", f"html={page}", f"model.path={tmp_path / 'model'}")[0] == 0
+    view(folder, "documents=9", "longest", f"html={page}", f"model.path={tmp_path / 'model'}")
     dom, console = browse(page)
     assert console == []
     assert dom.count('class="document"') == 3

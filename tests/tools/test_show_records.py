@@ -6,7 +6,7 @@ import pytest
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
 from tests.lib.errors import names
-from tests.lib.shown import audit_of, show, write_metrics
+from tests.lib.shown import audit_of, page_data, refused_line, show, view, write_metrics
 from verl_ext.commands.tokenize import main as tokenize
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
@@ -81,8 +81,7 @@ def test_roles_and_kinds_stand_beside_the_text(folder):
 
 
 def test_the_record_of_a_document_is_found_with_what_inference_gives(folder, chats):
-    code, shown, errors = show(folder, "row=1", "record")
-    assert code == 0, errors
+    shown = view(folder, "row=1", "record")
     assert f"record {chats}:2" in shown
     assert '"extra": 1' in shown
     assert "message 1 at inference: the document begins with its" in shown
@@ -107,8 +106,7 @@ def test_prompts_are_those_of_transformers(chats, model):
 
 def test_a_prompt_that_training_does_not_show_and_two_templates_are_marked_where_they_differ(chats, tmp_path, model):
     (tmp_path / "other.jinja").write_text(CHATML.replace("<|im_start|>", "<|im_start|> "))
-    code, shown, errors = show(chats, model, f"against={{chat_template: {tmp_path / 'other.jinja'}}}")
-    assert code == 0, errors
+    shown = view(chats, model, f"against={{chat_template: {tmp_path / 'other.jinja'}}}")
     assert "3 rows compared: 1 equal, 2 with other tokens" in shown
     assert THINKS_FIRST != CHATML
     (tmp_path / "thinks.jinja").write_text(THINKS_FIRST)
@@ -184,9 +182,8 @@ def test_babilongs_scores_are_a_table_of_tasks_by_lengths_and_a_figure_of_the_pa
     assert [line.split()[0] for line in shown[first + 1 : first + 3]] == ["qa1", "qa2"]
     assert shown[first + 2].split()[-1] == "20%"
     pytest.importorskip("vl_convert")
-    assert show(run, f"html={page}")[0] == 0
-    data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
-    cells = [(cell["task"], cell["length"], cell["value"]) for cell in data["charts"][-1]["values"]]
+    view(run, f"html={page}")
+    cells = [(cell["task"], cell["length"], cell["value"]) for cell in page_data(page)["charts"][-1]["values"]]
     assert cells[:3] == [("qa1", length, 0.1) for length in ("0k", "4k", "32k")]
 
 
@@ -212,18 +209,11 @@ def test_a_mistake_is_one_line(tmp_path, folder, chats, monkeypatch, words, thin
     monkeypatch.chdir(tmp_path)
     write_metrics(tmp_path / "run", 3)
     answers(write_metrics(tmp_path / "asked", 3))
-    code, _, errors = show(*words)
-    assert code != 0
-    assert names(errors, *things)
-    assert errors.count("\n") == 1
+    assert names(refused_line(*words), *things)
 
 
 def test_a_record_whose_source_has_changed_or_gone_is_one_line(folder, chats):
     chats.write_text(chats.read_text().replace("cat", "dog"))
-    code, _, errors = show(folder, "row=1", "record")
-    assert (code, errors.count("\n")) == (1, 1)
-    assert names(errors, "record", "sources")
+    assert names(refused_line(folder, "row=1", "record", code=1), "record", "sources")
     chats.unlink()
-    code, _, errors = show(folder, "row=1", "record")
-    assert code != 0
-    assert errors.count("\n") == 1
+    refused_line(folder, "row=1", "record")

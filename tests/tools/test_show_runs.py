@@ -9,14 +9,13 @@ import threading
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.lib.chat_templates import CHATML, tiny_tokenizer
 from tests.lib.errors import names
 from tests.lib.ranks import forked, in_turn, run_ranks
-from tests.lib.shown import document, show, write_data, write_metrics
+from tests.lib.shown import document, page_data, refused_line, show, view, write_data, write_metrics
 from tests.lib.training import small_run
 from verl_ext.checkpoint.layout import lock_folder
 from verl_ext.config.compose import compose
@@ -30,8 +29,7 @@ STEPS = 6
 
 def test_curves_are_those_of_the_metrics(tmp_path):
     run = write_metrics(tmp_path / "run", 40)
-    code, shown, errors = show(run, f"json={tmp_path / 'curves.json'}")
-    assert code == 0, errors
+    shown = view(run, f"json={tmp_path / 'curves.json'}")
     assert "step 40" in shown
     line = next(line for line in shown.splitlines() if line.startswith("train/maths_loss"))
     assert line.split()[1:4] == ["4.000", "0.1000", "0.1000"]
@@ -51,15 +49,11 @@ def test_a_picture_has_a_curve_of_every_category_and_colours_for_light_and_dark(
     categories = [name for name in ("maths", "code") if f'"train/{name}_loss"' in (run / "metrics.jsonl").read_text()]
     assert categories
     assert all(f">{name}</text>" in drawn for name in categories)
-    assert show(run, other, f"svg={picture}")[0] == 0
+    view(run, other, f"svg={picture}")
     assert all(f">{name}</text>" in picture.read_text() for name in ("run", "other", *categories))
     code, _, errors = show(run, f"svg={picture}", "metric=beauty")
     assert code == 1
     assert names(errors, "metric", "loss", "beauty")
-
-
-def charts_of(page: Path) -> list[dict[str, Any]]:
-    return json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])["charts"]
 
 
 def test_a_page_begins_with_every_category_training_smoothed_and_validation_as_points_above_its_table(tmp_path):
@@ -67,8 +61,8 @@ def test_a_page_begins_with_every_category_training_smoothed_and_validation_as_p
     lines = [{"step": step, "data": {"val/code_loss": step / 10}} for step in (20, 40)]
     with (run / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-    assert show(run, f"html={page}")[0] == 0
-    (first, *_), text = charts_of(page), page.read_text()
+    view(run, f"html={page}")
+    (first, *_), text = page_data(page)["charts"], page.read_text()
     assert text.index('id="chart-0"') < text.index('class="part"') < text.index('id="chart-1"')
     drawn: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for value in first["values"]:
@@ -90,8 +84,7 @@ def test_a_torn_file_is_shown_up_to_the_tear_and_numbers_that_are_not_finite_lea
     assert "line 4 of its metrics is not whole" in shown
     lines = ('{"step": 1, "data": {"train/loss": NaN}}', '{"step": 2, "data": {"train/loss": 2.5, "train/lr": null}}')
     path.write_text("\n".join(lines))
-    code, shown, errors = show(run, f"json={curves}")
-    assert code == 0, errors
+    shown = view(run, f"json={curves}")
     (found,) = json.loads(curves.read_text())
     assert found["curves"]["train/loss"]["values"] == [None, 2.5]
     assert "2.500" in shown
@@ -102,8 +95,7 @@ def test_several_runs_show_what_differs_in_their_configs_without_secrets(tmp_pat
         run = write_metrics(tmp_path / name, 3)
         config = {"optim": {"lr": rate, "betas": [0.9, 0.95]}, "trainer": {"wandb_api_key": f"secret-{name}"}}
         write_json(run / "run.json", {"config": config, "total_steps": 6})
-    code, shown, errors = show(tmp_path / "one", tmp_path / "two")
-    assert code == 0, errors
+    shown = view(tmp_path / "one", tmp_path / "two")
     assert ["optim.lr", "0.1", "0.2"] in [line.split() for line in shown.splitlines()]
     assert "betas" not in shown
     assert "secret-" not in shown
@@ -122,8 +114,7 @@ def test_losses_and_scores_by_length_are_compared_first_and_last(tmp_path):
             counts = {"val/target_tokens_0_8": 7, "val/target_tokens_8_inf": 9, "val/answer/qa_1_2": 1.0}
             lines.append(json.dumps({"step": step, "data": data | counts}))
         (run / "metrics.jsonl").write_text("\n".join(lines))
-    code, shown, errors = show(tmp_path / "short", tmp_path / "long")
-    assert code == 0, errors
+    shown = view(tmp_path / "short", tmp_path / "long")
     words = [line.split() for line in shown.splitlines()]
     assert ["loss", "by", "document", "length", "0_8", "8_inf"] in words
     for name, last in (("short", "2.600"), ("long", "1.000")):
@@ -131,8 +122,7 @@ def test_losses_and_scores_by_length_are_compared_first_and_last(tmp_path):
         assert [f"{name},", "step", "4", "2.000", last] in words
     assert ["answer", "by", "document", "length", "8_inf"] in words
     assert "target_tokens" not in shown
-    code, _, errors = show(tmp_path / "short", tmp_path / "long", f"html={tmp_path / 'page.html'}")
-    assert code == 0, errors
+    view(tmp_path / "short", tmp_path / "long", f"html={tmp_path / 'page.html'}")
     page = (tmp_path / "page.html").read_text()
     assert '"title": "loss by document length, first and last"' in page
     assert '{"model": "long, step 4", "group": "8_inf", "mean": 1.0, "low": 1.0, "high": 1.0, "cases": 9}' in page
@@ -160,8 +150,8 @@ def test_every_metric_of_the_file_is_shown_but_the_details_of_categories(tmp_pat
     order = [rows.index(name) for name in ("train/router_loss", "perf/mfu", "train/token_accuracy")]
     assert order == sorted(order)
     page = tmp_path / "page.html"
-    assert show(tmp_path, f"html={page}")[0] == 0
-    _, *charts = charts_of(page)  # all categories, then each metric
+    view(tmp_path, f"html={page}")
+    _, *charts = page_data(page)["charts"]  # all categories, then each metric
     assert {curve["metric"] for chart in charts for curve in chart["curves"]} == set(shown)  # no figure of zeros
     scales = {chart["title"]: chart["spec"]["encoding"]["y"]["scale"] for chart in charts}
     assert "mfu" in scales
@@ -192,15 +182,14 @@ def test_following_waits_for_the_first_step_and_ends_with_the_process_that_train
 
     events = iter((describe, kill))
     monkeypatch.setattr(show_run.time, "sleep", lambda seconds: next(events)())
-    code, shown, errors = show(folder, "follow")
-    assert code == 0, errors
+    shown = view(folder, "follow")
     assert next(events, None) is None
     assert "not running" in shown
     write_metrics(folder, 6)  # a finished run, or one whose metrics were moved: shown once
     (folder / "run.json").unlink()
-    assert show(folder, "follow")[0] == 0
+    view(folder, "follow")
     page = tmp_path / "page.html"
-    assert show(folder, "follow", f"html={page}")[0] == 0
+    view(folder, "follow", f"html={page}")
     assert page.is_file()
 
 
@@ -215,9 +204,7 @@ def test_bad_runs_are_one_line(tmp_path):
         (2, "run.json", run, "step=2"),
         (2, "step", run, "rank=1"),
     ):
-        got, _, errors = show(*words)
-        assert (got, errors.count("\n")) == (code, 1), errors
-        assert names(errors, key)
+        assert names(refused_line(*words, code=code), key)
 
 
 def test_the_documents_of_a_spike_are_shown(tmp_path, monkeypatch):
@@ -227,12 +214,9 @@ def test_the_documents_of_a_spike_are_shown(tmp_path, monkeypatch):
     place = {"folder": data, "row": 1, "start": 2, "tokens": 3, "category": "maths", "pack": 0, "loss": 9.5}
     spike = {"step": 2, "reason": "spike", "loss": 7.0, "reference": 1.0, "packs": [0], "documents": [place]}
     (run / "spikes.jsonl").write_text(json.dumps(spike) + "\n")
-    code, _, errors = show(run, "step=2")
-    assert (code, errors.count("\n")) == (2, 1)  # the data names no tokenizer
-    assert names(errors, "model.path")
+    assert names(refused_line(run, "step=2", code=2), "model.path")  # the data names no tokenizer
     tiny_tokenizer(CHATML).save_pretrained(tmp_path / "model")
-    code, shown, errors = show(run, "step=2", "tokens", f"model.path={tmp_path / 'model'}")
-    assert code == 0, errors
+    shown = view(run, "step=2", "tokens", f"model.path={tmp_path / 'model'}")
     assert "row 1 of" in shown
     assert "loss 9.5" in shown
     assert [part.rpartition("·")[2] for part in shown.strip().splitlines()[-1].split()] == ["3", "4", "5"]
@@ -271,8 +255,7 @@ def test_the_packs_of_a_step_are_those_that_the_run_feeds(tmp_path, tiny_model):
         (folder / "metrics.jsonl").write_text('{"step": 1, "data": {"train/loss": 1.0}}\n')
         rows = json.loads((folder / "rows.json").read_text())
         for step, rank in product((1, STEPS), range(2)):
-            code, shown, errors = show(folder, f"step={step}", f"rank={rank}")
-            assert code == 0, errors
+            shown = view(folder, f"step={step}", f"rank={rank}")
             found = [int(line.split()[2]) for line in shown.splitlines() if line.startswith("data row")]
             assert found == rows[step - 1][rank]
     # A process of its own has nothing of what other tests imported.
@@ -280,6 +263,4 @@ def test_the_packs_of_a_step_are_those_that_the_run_feeds(tmp_path, tiny_model):
     alone = subprocess.run(program, cwd=tmp_path.parent, capture_output=True, text=True, check=True).stdout
     assert alone.count("data row") == len(rows[0][0])
     small_run(folder, tiny_model, range(5, 61), seed=5)
-    code, _, errors = show(folder, "step=1")
-    assert (code, errors.count("\n")) == (1, 1)
-    assert names(errors, "data.train_dir")
+    assert names(refused_line(folder, "step=1", code=1), "data.train_dir")

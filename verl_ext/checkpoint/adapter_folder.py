@@ -13,57 +13,46 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
-from verl_ext.checkpoint.export import NF4_FACTS, base_of, convert, dtypes_of, write_weights
+from verl_ext.checkpoint import source
+from verl_ext.checkpoint.export import NF4_FACTS, ExportForm, base_of, convert, dtypes_of, write_weights
 from verl_ext.checkpoint.layout import EXPORT_MARKER
-from verl_ext.checkpoint.source import GENERATION, copy_missing, folder_of, plain_model, source_dtype
 from verl_ext.checkpoint.untrained import Untrained
 from verl_ext.config.adapter_weights import adapter_differences, tables_of
 from verl_ext.engines.new_rows import embeddings_and_head
 from verl_ext.engines.nf4_reading import round_to_nf4
 from verl_ext.files import OutputFolder, write_json
-from verl_ext.layers.towers import auto_class, without_code
 from verl_ext.options import DataError, first_line, must
 
 
-def merge_adapter_folder(
-    folder: str,
-    base: str,
-    output_dir: str,
-    overwrite: bool = False,
-    dtype: str = "source",
-    shard_gb: float = 5.0,
-    trust_remote_code: bool = False,
-    base_form: str = "dequantized",
-) -> str:
-    """Merge adapters into their base; return a line about it.
-
-    The arguments are the options of `verl-ext export`; the base is held in memory as a whole.
+def merge_adapter_folder(asked: ExportForm, base: str) -> str:
+    """Merge adapters into their base, which is held in memory as a whole; return a line about it.
 
     Raises:
         DataError: If one of both cannot be read, or if they do not fit, with one line.
     """
     transformers.utils.logging.set_verbosity_error()
+    folder = asked.checkpoint
     try:
         nf4 = _nf4_facts(Path(folder))
-        is_rounded = bool(nf4) and base_form == "dequantized"
-        model, tokenizer, untrained = _merged_model(folder, base, dtype, trust_remote_code, nf4 if is_rounded else {})
+        rounded = nf4 if asked.base_form == "dequantized" else {}
+        model, tokenizer, untrained = _merged_model(asked, base, rounded)
     except (OSError, ValueError, LookupError, RuntimeError) as error:
         raise DataError(f"checkpoint must hold adapters that PEFT merges into {base}: {first_line(error)}") from error
-    with OutputFolder(output_dir, overwrite) as output:
+    with OutputFolder(asked.output_dir, asked.overwrite) as output:
         tokenizer.save_pretrained(output.path)
-        copy_missing(folder_of(base), output.path, [GENERATION])
-        write_weights(model, output.path, shard_bytes=int(shard_gb * 1e9))
+        source.copy_missing(source.folder_of(base), output.path, [source.GENERATION])
+        write_weights(model, output.path, asked.shard_bytes)
         if untrained is not None:
-            untrained.copy(output.path, shard_bytes=int(shard_gb * 1e9))
-        for place in (Path(folder), folder_of(base)):
-            copy_missing(place, output.path)
+            untrained.copy(output.path, shard_bytes=asked.shard_bytes)
+        for place in (Path(folder), source.folder_of(base)):
+            source.copy_missing(place, output.path)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         write_json(output.path / EXPORT_MARKER, {"adapter": folder, "base": base, "form": "merged", **nf4})
         output.publish()
-    about = f", {base_of(nf4, 'merged', base_form)}" if nf4 else ""
-    return f"{folder} in {base}: {parameters:,} parameters in {model.dtype}{about}, written to {output_dir}"
+    about = f", {base_of(nf4, asked)}" if nf4 else ""
+    return f"{folder} in {base}: {parameters:,} parameters in {model.dtype}{about}, written to {asked.output_dir}"
 
 
 def _nf4_facts(folder: Path) -> dict[str, Any]:
@@ -73,17 +62,15 @@ def _nf4_facts(folder: Path) -> dict[str, Any]:
     return {name: facts[name] for name in NF4_FACTS if facts.get(name)}
 
 
-def _merged_model(
-    folder: str, name: str, dtype: str, trusted: bool, nf4: Mapping[str, Any]
-) -> tuple[Any, Any, Untrained | None]:
+def _merged_model(asked: ExportForm, name: str, nf4: Mapping[str, Any]) -> tuple[Any, Any, Untrained | None]:
     """Return the merged model, the adapters' tokenizer, and the tensors that the class does not load."""
     from peft import PeftConfig, PeftModel, load_peft_weights  # heavy, and needed with adapters only
 
-    config = without_code(AutoConfig.from_pretrained(name, trust_remote_code=trusted), trusted)
-    options = {"config": copy.deepcopy(config), "dtype": torch.float32, "trust_remote_code": trusted}
-    model = auto_class(config).from_pretrained(name, **options)
-    config.dtype = getattr(torch, dtype, source_dtype(config, name))
-    plain = plain_model(config, trusted)
+    folder, trusted = asked.checkpoint, asked.trust_remote_code
+    config = source.read_config(name, trusted)
+    model = source.read_model(name, copy.deepcopy(config), trusted)
+    config.dtype = getattr(torch, asked.dtype, source.source_dtype(config, name))
+    plain = source.plain_model(config, trusted)
     untrained = Untrained.of_source(name, model, lambda: plain, ())
     has_tokenizer = (Path(folder) / "tokenizer_config.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(folder if has_tokenizer else name, trust_remote_code=trusted)
@@ -100,7 +87,7 @@ def _merged_model(
         _untie_adapted(adapted)
         merged = adapted.merge_and_unload()  # in fp32, so that sums are rounded and not their terms
     if told := convert(merged, dtypes_of(plain), plain.config.dtype, torch.empty):
-        raise ValueError(must("dtype", "hold the weights", f"{dtype}: {told}"))
+        raise ValueError(must("dtype", "hold the weights", f"{asked.dtype}: {told}"))
     return merged, tokenizer, untrained
 
 

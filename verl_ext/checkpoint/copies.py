@@ -4,7 +4,7 @@ It is the folder or URL in `trainer.default_hdfs_dir`; each copy has a folder of
 
 hdfs://host/runs       Hadoop's client, the command hdfs
 s3://bucket/runs       fsspec; also any other URL
-/mnt/nas/runs          a folder, which gets global_step_N at once when it is whole
+/mnt/nas/runs          a folder; each copy appears under its name only when it is complete
 """
 
 import os
@@ -87,12 +87,6 @@ class SecondStorage:
         from fsspec.core import url_to_fs  # here, because few runs need it
 
         return url_to_fs(self.place)
-
-
-def check_copies(options: Any) -> None:
-    """Call :meth:`SecondStorage.check` if the trainer's options name a second storage."""
-    if options.default_hdfs_dir:
-        SecondStorage(options.default_hdfs_dir).check(Path(options.default_local_dir))
 
 
 def _hdfs(*arguments: str) -> None:

@@ -21,9 +21,9 @@ class Curve:
     values: list[float | None]
 
     @property
-    def finite(self) -> list[float]:
-        """The values that are numbers."""
-        return [value for value in self.values if value is not None]
+    def points(self) -> list[tuple[int, float]]:
+        """The steps whose values are finite, with their values."""
+        return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if value is not None]
 
 
 def read_curves(file: Path) -> tuple[dict[str, Curve], int | None]:

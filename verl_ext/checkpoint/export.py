@@ -13,21 +13,22 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
 from verl_ext.checkpoint import layout
 from verl_ext.checkpoint.card import CARD, model_card
 from verl_ext.checkpoint.identity import BASE, weight_facts
-from verl_ext.checkpoint.source import GENERATION, ExportFiles, plain_model
-from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, read_tensors
+from verl_ext.checkpoint.source import GENERATION, ExportFiles, plain_model, read_config, read_model
+from verl_ext.checkpoint.state import ADAPTERS, MODEL, STATE, StateReader
 from verl_ext.checkpoint.untrained import Untrained
 from verl_ext.config.adapters import with_adapters
 from verl_ext.config.weights import digest_of_weights
@@ -36,7 +37,6 @@ from verl_ext.engines.nf4 import dequantized
 from verl_ext.engines.nf4_reading import round_to_nf4
 from verl_ext.engines.sharding import fp32_names
 from verl_ext.files import OutputFolder, follow_umask, write_errors, write_json
-from verl_ext.layers.towers import auto_class, without_code
 from verl_ext.options import DataError, first_line, must
 from verl_ext.plugin import register_architectures
 
@@ -56,7 +56,11 @@ class Export:
         self.engine, self.files = engine, files
         self.tensors: dict[str, torch.Tensor] | None = None
         if engine.checkpoint_manager.should_save_hf_model:
-            self.tensors = _gathered_tensors(engine)
+            if engine._is_offload_param:
+                load_fsdp_model_to_gpu(engine.module)
+            self.tensors = {name: engine.gather_to_rank0(tensor) for name, tensor in engine.module.state_dict().items()}
+            if engine._is_offload_param:
+                offload_fsdp_model_to_cpu(engine.module)
             if files is not None:
                 # Built here, because transformers meanwhile changes torch's default dtype, which all threads share.
                 self.model = plain_model(files.config, engine.model_config.trust_remote_code)
@@ -81,16 +85,6 @@ class Export:
             write_weights(model, folder)
             if untrained is not None:
                 untrained.copy(folder)
-
-
-def _gathered_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Return weights and adapters in rank 0's host memory, by name; collective."""
-    if engine._is_offload_param:
-        load_fsdp_model_to_gpu(engine.module)
-    tensors = {name: engine.gather_to_rank0(tensor) for name, tensor in engine.module.state_dict().items()}
-    if engine._is_offload_param:
-        offload_fsdp_model_to_cpu(engine.module)
-    return tensors
 
 
 def filled(model: Any, tensors: dict[str, torch.Tensor], merges: bool = True) -> Any:
@@ -174,21 +168,29 @@ def adapter_config(module: Any) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
-def export_checkpoint(
-    folder: str,
-    output_dir: str,
-    overwrite: bool = False,
-    base: str | None = None,
-    dtype: str = "source",
-    shard_gb: float = 5.0,
-    form: str = "merged",
-    trust_remote_code: bool = False,
-    license_name: str | None = None,
-    base_form: str = "dequantized",
-) -> str:
-    """Export a checkpoint for transformers or PEFT; return a line about it.
+@dataclass(frozen=True)
+class ExportForm:
+    """What is exported and how: the options of `verl-ext export` by their names."""
 
-    The arguments are the options of `verl-ext export`.
+    checkpoint: str
+    output_dir: str
+    overwrite: bool = False
+    base: str | None = None
+    dtype: str = "source"
+    shard_gb: float = 5.0
+    form: str = "merged"
+    trust_remote_code: bool = False
+    license: str | None = None
+    base_form: str = "dequantized"
+
+    @property
+    def shard_bytes(self) -> int:
+        """The size of a file of weights."""
+        return int(self.shard_gb * 1e9)
+
+
+def export_checkpoint(asked: ExportForm) -> str:
+    """Export a checkpoint for transformers or PEFT; return a line about it.
 
     Raises:
         DataError: If the checkpoint or its base cannot be used, with one line.
@@ -197,13 +199,14 @@ def export_checkpoint(
 
     transformers.utils.logging.set_verbosity_error()
     # Compare sizes and checksums first: a damaged checkpoint must not become a model.
-    checkpoint, manifest = _whole_checkpoint(Path(folder))
-    merges = form == "merged"
-    with OutputFolder(output_dir, overwrite) as output:
+    whole = _whole_checkpoint(Path(asked.checkpoint))
+    checkpoint, manifest = whole.folder, whole.manifest
+    merges = asked.form == "merged"
+    with OutputFolder(asked.output_dir, asked.overwrite) as output:
         # Read the tensors into files on the output's disk, because the host's memory may not hold the model.
         mapped = partial(_mapped, output.path / "mapped")
         try:
-            model = _saved_model(checkpoint, manifest, base, dtype, merges, trust_remote_code, mapped, base_form)
+            model = _saved_model(whole, asked, mapped)
         except ValueError as error:
             raise DataError(" ".join(str(error).split())) from error
         # The checkpoint's own export brings tokenizer and config; the weights are written below.
@@ -211,42 +214,43 @@ def export_checkpoint(
         shutil.copytree(checkpoint / layout.EXPORT, output.path, dirs_exist_ok=True, ignore=left)
         written = [p for p in model.parameters() if merges or p.requires_grad]
         if merges:
-            write_weights(model, output.path, shard_bytes := int(shard_gb * 1e9))
+            write_weights(model, output.path, asked.shard_bytes)
             if (untrained := Untrained.from_checkpoint(checkpoint)) is not None:
-                own = None if dtype in ("source", "saved") else getattr(torch, dtype)
-                sources = [*([] if base is None else [base]), untrained.path, str(checkpoint / layout.EXPORT)]
-                untrained.copy(output.path, sources, own, shard_bytes)
+                own = None if asked.dtype in ("source", "saved") else getattr(torch, asked.dtype)
+                places = (asked.base, untrained.path, str(checkpoint / layout.EXPORT))
+                sources = [place for place in places if place is not None]
+                untrained.copy(output.path, sources, own, asked.shard_bytes)
         else:
             with write_errors(output.path):
                 model.save_pretrained(output.path, save_embedding_layers=False)
             follow_umask(output.path)
         parameters = sum(parameter.numel() for parameter in written)
-        facts = {"checkpoint": checkpoint.name, "step": manifest.step, "form": form, "parameters": parameters}
+        facts = {"checkpoint": checkpoint.name, "step": manifest.step, "form": asked.form, "parameters": parameters}
         facts |= (nf4 := {name: value for name, value in manifest.facts.items() if name in NF4_FACTS and value})
         write_json(output.path / layout.EXPORT_MARKER, facts)
         size = f"{parameters:,} {'parameters' if merges else 'parameters of adapters'} in {written[0].dtype}"
         if nf4:
-            size += f", {base_of(nf4, form, base_form)}"
-        card = model_card(checkpoint.parent, manifest.step, form, size, license_name)
+            size += f", {base_of(nf4, asked)}"
+        card = model_card(checkpoint.parent, manifest.step, asked.form, size, asked.license)
         (output.path / CARD).write_text(card, encoding="utf-8")
         output.publish()
-    return f"step {manifest.step}: {size}, written to {output_dir}"
+    return f"step {manifest.step}: {size}, written to {asked.output_dir}"
 
 
-def base_of(nf4: Mapping[str, Any], form: str, base_form: str) -> str:
+def base_of(nf4: Mapping[str, Any], asked: ExportForm) -> str:
     """Say what a base in NF4 is in an export. nf4: the facts of its run that are in :data:`NF4_FACTS`."""
     nested = " with nested scales" if nf4.get(NF4_FACTS[1]) else ""
-    if form == "adapter":
+    if asked.form == "adapter":
         return f"for a base in bitsandbytes' NF4{nested}, on which they were trained"
     of_training = f"the numbers of NF4{nested} on which the adapters were trained"
-    return (
-        f"merged into {of_training if base_form == 'dequantized' else f'the original weights, not into {of_training}'}"
-    )
+    if asked.base_form == "dequantized":
+        return f"merged into {of_training}"
+    return f"merged into the original weights, not into {of_training}"
 
 
-def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
-    """Return a whole checkpoint and its manifest, or raise DataError."""
-    checkpoint = (layout.saved_folders(checkpoint) or [checkpoint])[-1]
+def _whole_checkpoint(folder: Path) -> layout.Checkpoint:
+    """Return a checkpoint, or the last one of a run, or raise DataError if it is not whole."""
+    checkpoint = (layout.saved_folders(folder) or [folder])[-1]
     try:
         whole = layout.Checkpoint.read(checkpoint, needed=("model",))
     except layout.Damaged as error:
@@ -256,7 +260,7 @@ def _whole_checkpoint(checkpoint: Path) -> tuple[Path, layout.Manifest]:
         raise DataError(str(error)) from error
     if wrong := whole.changed_file():
         raise DataError(must("checkpoint", "be whole", f"{checkpoint}: {wrong}"))
-    return checkpoint, whole.manifest
+    return whole
 
 
 def _mapped(scratch: Path, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -268,44 +272,40 @@ def _mapped(scratch: Path, size: Sequence[int], dtype: torch.dtype) -> torch.Ten
     return tensor
 
 
-def _saved_model(
-    checkpoint: Path,
-    manifest: layout.Manifest,
-    base: str | None,
-    dtype: str,
-    merges: bool,
-    trusted: bool,
-    allocate: Callable[..., torch.Tensor],
-    base_form: str,
-) -> Any:
-    """Return a checkpoint's model in `dtype`, plain or with its adapters."""
-    adapters = _saved_adapters(checkpoint)
+def _saved_model(checkpoint: layout.Checkpoint, asked: ExportForm, allocate: Callable[..., torch.Tensor]) -> Any:
+    """Return a checkpoint's model in the type that is asked for, plain or with its adapters."""
+    base, dtype, trusted, merges = asked.base, asked.dtype, asked.trust_remote_code, asked.form == "merged"
+    folder, facts = checkpoint.folder, checkpoint.manifest.facts
+    adapters = _saved_adapters(folder)
     if adapters is None and not merges:
         raise DataError(must("form", "be merged for a checkpoint without adapters", "adapter"))
-    tied, kind = manifest.facts.get("model.config.tie_word_embeddings"), getattr(torch, dtype, None)
-    model = _plain_of(checkpoint / layout.EXPORT, tied, kind, trusted)
+    tied, kind = facts.get("model.config.tie_word_embeddings"), getattr(torch, dtype, None)
+    model = _plain_of(folder / layout.EXPORT, tied, kind, trusted)
     dtypes = dtypes_of(model)
     if dtype == "source" and merges:
         kind = model.config.dtype
-    tensors = read_tensors(checkpoint / STATE, MODEL, allocate)
+    tensors = StateReader(folder / STATE).read_whole(MODEL, allocate)
     if adapters is not None:
         model = with_adapters(model, adapters)
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-        is_nf4 = bool(manifest.facts.get(NF4_FACTS[0]))
-        if is_nf4 and (not merges or base_form == "original"):
+        is_nf4 = bool(facts.get(NF4_FACTS[0]))
+        # A base in four bits is not the weights that the adapters are merged into, or needed beside them.
+        if is_nf4 and (not merges or asked.base_form == "original"):
             tensors = {name: tensors[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
         if merges:  # in fp32, so that sums are rounded and not their terms
             floats = dequantized(tensors)
             tensors = {name: allocate(x.shape, dtype=torch.float32).copy_(x) for name, x in floats}
-            if frozen.isdisjoint(tensors):  # checkpoint.save_lora_only
+            # With checkpoint.save_lora_only, the base is read from where it was, or where the user says that it is.
+            if frozen.isdisjoint(tensors):
                 rows = model.config.get_text_config().vocab_size
                 named = adapters.base_model_name_or_path or ""  # not a folder that is gone
                 base = named if base is None and (os.path.isdir(named) or not os.path.isabs(named)) else base
-                plain = _base_model(base, manifest, trusted, rows)
-                if is_nf4 and base_form == "dequantized":
-                    round_to_nf4(plain, manifest.facts.get(NF4_FACTS[1], False), adapters.modules_to_save or ())
+                plain = _base_model(base, facts, trusted, rows)
+                if is_nf4 and asked.base_form == "dequantized":
+                    round_to_nf4(plain, facts.get(NF4_FACTS[1], False), adapters.modules_to_save or ())
                 model = with_adapters(plain, adapters)
     model = filled(model, tensors, merges)
+    # The weights get the types in which the source has them, or the one that is asked for.
     if kind is not None and (told := convert(model, dtypes, kind, allocate)):
         raise ValueError(must("dtype", "hold the weights", f"{dtype}: {told}"))
     return model
@@ -328,7 +328,7 @@ def _plain_of(folder: Path, tied: bool | None, dtype: torch.dtype | None, truste
     of the model; None: of its config.
     """
     try:
-        config = without_code(AutoConfig.from_pretrained(folder, trust_remote_code=trusted), trusted)
+        config = read_config(folder, trusted)
         config.dtype = dtype or config.dtype
         if tied is not None and tied != getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = tied
@@ -340,10 +340,10 @@ def _plain_of(folder: Path, tied: bool | None, dtype: torch.dtype | None, truste
         raise
 
 
-def _base_model(base: str | None, manifest: layout.Manifest, trusted: bool, rows: int) -> Any:
+def _base_model(base: str | None, saved: Mapping[str, Any], trusted: bool, rows: int) -> Any:
     """Load the model that adapters were trained on in fp32, or raise DataError.
 
-    rows: the tokens that its embeddings and head get.
+    saved: the facts of their checkpoint. rows: the tokens that its embeddings and head get.
     """
     if not base:
         raise DataError("base is required for a checkpoint of adapters alone: the folder of its model; got null")
@@ -353,11 +353,10 @@ def _base_model(base: str | None, manifest: layout.Manifest, trusted: bool, rows
     except OSError as error:  # of the Hub
         raise DataError(must("base", needed, f"{base}: {error}")) from error
     for name, found in facts.items():
-        if (trained := manifest.facts.get(name, found)) != found:
+        if (trained := saved.get(name, found)) != found:
             raise DataError(must("base", f"{needed}, {trained}", f"{base}, {found}"))
-    config = without_code(AutoConfig.from_pretrained(base, trust_remote_code=trusted), trusted)
-    options = {"config": config, "dtype": torch.float32, "trust_remote_code": trusted}
-    model = auto_class(config).from_pretrained(base, **options)
+    config = read_config(base, trusted)
+    model = read_model(base, config, trusted)
     # As a model that is built from its config has it: transformers refuses to save some that it has read.
     model.generation_config = GenerationConfig.from_model_config(config) if model.can_generate() else None
     if rows > config.get_text_config().vocab_size:

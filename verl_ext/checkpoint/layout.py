@@ -4,7 +4,6 @@
     global_step_N/            a whole checkpoint, which gets this name when all its files are on the disk
         manifest.json           the step, the run's facts, the hooks' states, the size and checksum of every other file
         state/ extra.json       model and optimizer, schedule (verl_ext.checkpoint.state)
-        *_rank_R.pt             in place of these, verl's own files of optimizers of packages other than torch
         untrained.json          if any, tensors that the model class does not load (verl_ext.checkpoint.untrained)
         huggingface/            config and tokenizer, weights with `hf_model` (verl_ext.checkpoint.export)
     best                      a link to the checkpoint with the best value of `checkpoint.keep_best`

@@ -85,7 +85,12 @@ class Snapshot:
         get_torch_device().synchronize()  # verl offloads weights and states without waiting for their copies
         self.engine, self.folder = engine, folder
         manager = engine.checkpoint_manager
-        self.state: dict[str, torch.Tensor] = state.collected_tensors(engine)
+        self.state: dict[str, torch.Tensor] = {}
+        if manager.should_save_model:
+            adapters_only = manager.should_save_lora_only and engine._is_lora
+            self.state |= state.model_state(engine.module, adapters_only)
+        if manager.should_save_optimizer:
+            self.state |= state.optimizer_state(engine.module, engine.optimizer)
         self.extra = state.schedule_state(engine) if manager.should_save_extra else None
         if later and self.state:
             engine.host_copies = engine.host_copies or state.HostCopies()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import cached_file
@@ -33,7 +33,7 @@ from verl_ext.config.weights import weight_files
 from verl_ext.data.tokenized.reports import TrainedChats
 from verl_ext.engines.new_rows import add_to_config
 from verl_ext.files import write_json
-from verl_ext.layers.towers import auto_class
+from verl_ext.layers.towers import auto_class, without_code
 from verl_ext.text.tokens.new_tokens import add_tokens
 
 GENERATION = "generation_config.json"
@@ -90,6 +90,17 @@ class ExportFiles:
         for name, content in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
+
+
+def read_config(path: str | Path, trusted: bool = False) -> Any:
+    """Return the config of a folder or Hub name; `trusted` allows its code."""
+    return without_code(AutoConfig.from_pretrained(path, trust_remote_code=trusted), trusted)
+
+
+def read_model(path: str, config: Any, trusted: bool = False) -> Any:
+    """Return the model of a folder or Hub name in fp32; `trusted` allows its code."""
+    options = {"config": config, "dtype": torch.float32, "trust_remote_code": trusted}
+    return auto_class(config).from_pretrained(path, **options)
 
 
 def plain_model(config: Any, trusted: bool = False) -> Any:

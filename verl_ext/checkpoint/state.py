@@ -17,6 +17,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,6 @@ _METADATA_CLASSES = {
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
 }
 _log = logging.getLogger(__name__)
-
-
-def collected_tensors(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of `checkpoint.save_contents` by their names in a checkpoint; collective."""
-    manager, module = engine.checkpoint_manager, engine.module
-    state: dict[str, torch.Tensor] = {}
-    if manager.should_save_model:
-        state |= model_state(module, adapters_only=manager.should_save_lora_only and engine._is_lora)
-    if manager.should_save_optimizer:
-        state |= optimizer_state(module, engine.optimizer)
-    return state
 
 
 def model_state(module: torch.nn.Module, adapters_only: bool = False) -> dict[str, torch.Tensor]:
@@ -156,11 +146,59 @@ class HostCopies:
 
 
 class StateReader(dcp.FileSystemReader):
-    """A reader of a folder's tensors that refuses any other metadata."""
+    """The tensors in a folder; its metadata is read once, and refused if it holds anything else."""
+
+    def __init__(self, folder: Path | str) -> None:
+        super().__init__(str(folder))
+        self.folder = Path(folder)
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """The place, shape and type of each tensor. Raises ValueError for other content."""
+        return read_metadata(self.folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata with :func:`read_metadata`."""
-        return read_metadata(Path(self.path))
+        """Return :attr:`metadata` to torch."""
+        return self.metadata
+
+    def entries(self, prefix: str) -> dict[str, TensorStorageMetadata]:
+        """Return the tensors whose names begin with a prefix."""
+        entries: dict[str, Any] = self.metadata.state_dict_metadata
+        return {name: entry for name, entry in entries.items() if name.startswith(prefix)}
+
+    def read(self, state: dict[str, torch.Tensor], **options: Any) -> None:
+        """Read tensors into `state`, or raise ValueError; collective unless an option says otherwise."""
+        try:
+            dcp.load(state, storage_reader=self, **options)
+        except CheckpointException as error:  # not a subclass of Exception; all ranks have it
+            cause = next((cause for cause, _ in error.failures.values()), error)
+            raise ValueError(self._unreadable(cause)) from error
+
+    def read_whole(self, prefix: str, allocate: Callable[..., torch.Tensor] = torch.empty) -> dict[str, torch.Tensor]:
+        """Read the tensors with a prefix in this process; return them unprefixed.
+
+        ``allocate(size, dtype=…)`` creates the tensors to read into. Raises ValueError if a tensor cannot be read.
+        """
+        entries = self.entries(prefix)
+        try:
+            state = {name: allocate(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+            self.read(state, no_dist=True)
+        except ValueError:
+            raise
+        except Exception as error:  # such as sizes that exceed the memory
+            raise ValueError(self._unreadable(error)) from error
+        return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+    def refuse(self, problem: str, names: Iterable[str]) -> None:
+        """Raise ValueError if there are such names, because the tensors are of another model."""
+        if listed := sorted(names):
+            more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
+            raise ValueError(
+                f"a checkpoint must be of the model of model.path; {self.folder} {problem} {listed[0]}{more}"
+            )
+
+    def _unreadable(self, error: BaseException) -> str:
+        return f"{self.folder} must hold whole tensors; they cannot be read: {first_line(error)}"
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -201,49 +239,17 @@ def read_metadata(folder: Path) -> Metadata:
     return metadata
 
 
-def _entries(folder: Path, prefix: str) -> dict[str, TensorStorageMetadata]:
-    entries: dict[str, Any] = read_metadata(folder).state_dict_metadata
-    return {name: entry for name, entry in entries.items() if name.startswith(prefix)}
-
-
-def read_tensors(
-    folder: Path, prefix: str, allocate: Callable[..., torch.Tensor] = torch.empty
-) -> dict[str, torch.Tensor]:
-    """Read the tensors with a prefix in this process; return them unprefixed.
-
-    ``allocate(size, dtype=…)`` creates the tensors to read into. Raises ValueError if a tensor cannot be read.
-    """
-    entries = _entries(folder, prefix)
-    try:
-        state = {name: allocate(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-        _read(state, folder, no_dist=True)
-    except ValueError:
-        raise
-    except Exception as error:  # such as sizes that exceed the memory
-        raise ValueError(f"{folder} must hold whole tensors; they cannot be read: {first_line(error)}") from error
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-
-
-def _read(state: dict[str, torch.Tensor], folder: Path, **options: Any) -> None:
-    """Read a folder's tensors into `state`, or raise ValueError."""
-    try:
-        dcp.load(state, storage_reader=StateReader(str(folder)), **options)
-    except CheckpointException as error:  # not a subclass of Exception; all ranks have it
-        cause = next((cause for cause, _ in error.failures.values()), error)
-        raise ValueError(f"{folder} must hold whole tensors; they cannot be read: {first_line(cause)}") from error
-
-
 def load_engine(engine: Any, folder: Path) -> None:
     """Read the parts of a checkpoint in `checkpoint.load_contents` into an engine; collective.
 
     Raises:
         ValueError: If the checkpoint cannot be read, is of another model, or holds pickles.
     """
-    manager = engine.checkpoint_manager
+    manager, reader = engine.checkpoint_manager, StateReader(folder / STATE)
     if manager.should_load_optimizer:  # before the weights, because it runs a step with learning rate 0 on them
-        _load_optimizer(folder / STATE, engine.module, engine.optimizer)
+        _load_optimizer(reader, engine.module, engine.optimizer)
     if manager.should_load_model:
-        _load_model(folder / STATE, engine.module)
+        _load_model(reader, engine.module)
     if manager.should_load_extra:
         schedule, scaler = read_extra(folder)
         _resume_schedule(engine.lr_scheduler, schedule)
@@ -255,36 +261,29 @@ def load_engine(engine: Any, folder: Path) -> None:
         offload_fsdp_optimizer(engine.optimizer)
 
 
-def _load_model(folder: Path, module: torch.nn.Module) -> None:
+def _load_model(reader: StateReader, module: torch.nn.Module) -> None:
     """Copy a saved model into a model under FSDP2."""
-    saved = _entries(folder, MODEL)
+    saved = reader.entries(MODEL)
     state = model_state(module)
     if hasattr(module, "peft_config") and saved.keys() <= (adapters := model_state(module, adapters_only=True)).keys():
         state = adapters  # of checkpoint.save_lora_only
-    _refuse(folder, "lacks", state.keys() - saved.keys())
-    _refuse(folder, "has the unknown", saved.keys() - state.keys())
-    _refuse(folder, "has another shape of", (name for name in state if state[name].shape != saved[name].size))
-    _read(state, folder)
+    reader.refuse("lacks", state.keys() - saved.keys())
+    reader.refuse("has the unknown", saved.keys() - state.keys())
+    reader.refuse("has another shape of", (name for name in state if state[name].shape != saved[name].size))
+    reader.read(state)
 
 
-def _load_optimizer(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _load_optimizer(reader: StateReader, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load an optimizer's saved state, but none of its options."""
-    saved = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in _entries(folder, OPTIMIZER)}
+    saved = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in reader.entries(OPTIMIZER)}
     optimizer.zero_grad()  # if there are no gradients, torch creates the states to read into by a step
     own: Any = get_optimizer_state_dict(module, optimizer)["state"]
-    _refuse(folder, "has an optimizer state of the unknown", saved - own.keys())
+    reader.refuse("has an optimizer state of the unknown", saved - own.keys())
     if saved:
-        state = _flat({name: values for name, values in own.items() if name in saved})
-        _read(state, folder)
+        reader.read(_flat({name: values for name, values in own.items() if name in saved}))
     for name, parameter in module.named_parameters():
         if name not in saved:
             optimizer.state.pop(parameter, None)  # torch created it above; the saved run had none
-
-
-def _refuse(folder: Path, problem: str, names: Iterable[str]) -> None:
-    if listed := sorted(names):
-        more = f" and {len(listed) - 1} more" if len(listed) > 1 else ""
-        raise ValueError(f"a checkpoint must be of the model of model.path; {folder} {problem} {listed[0]}{more}")
 
 
 def schedule_state(engine: Any) -> dict[str, Any]:

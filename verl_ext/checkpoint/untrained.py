@@ -96,6 +96,7 @@ class Untrained:
             with suppress(OSError, ValueError, LookupError):  # it is gone, or another folder now
                 tensors = _tensors(source)
             if tensors.keys() >= (all_names := {*self.names}):
+                # The scales of a quantized weight are multiplied into it, so they have no place of their own.
                 names = sorted(name for name in all_names if name.removesuffix(_SCALES) not in all_names - {name})
                 chosen = ((name, _plain(name, tensors, dtype)) for name in names)
                 with write_errors(folder):
@@ -134,6 +135,7 @@ def _plain(name: str, tensors: _Tensors, dtype: torch.dtype | None) -> torch.Ten
 
 def _append(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
     """Write tensors into further shards of a folder, and all shards into its index."""
+    # Which tensor is in which file: by the index of several shards, else by the one file.
     index, single = folder / utils.SAFE_WEIGHTS_INDEX_NAME, folder / utils.SAFE_WEIGHTS_NAME
     described: dict[str, Any] = {"metadata": {}}
     if index.is_file():
@@ -146,6 +148,7 @@ def _append(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_byt
         file = folder / f"untrained-{number}.safetensors"
         save_file(shard, file, metadata={"format": "pt"})
         files |= dict.fromkeys(shard, file)
+    # A shard's name says how many there are, so the earlier ones get new names, too.
     shards = list(dict.fromkeys(files.values()))
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     for place, (file, name) in enumerate(zip(shards, names, strict=True)):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
@@ -94,34 +94,15 @@ class ExportOptions(OutputOptions):
 
 def export(options: ExportOptions) -> str:
     """Write the folder; return a line about it, or raise DataError."""
-    # Both import torch, so only after the checks.
+    # These import torch, so only after the checks.
+    from verl_ext.checkpoint.export import ExportForm, export_checkpoint
+
+    asked = ExportForm(**{field.name: getattr(options, field.name) for field in fields(ExportForm)})
     if options.adapter is not None:
         from verl_ext.checkpoint.adapter_folder import merge_adapter_folder
 
-        return merge_adapter_folder(
-            options.checkpoint,
-            options.base or options.adapter,
-            options.output_dir,
-            options.overwrite,
-            options.dtype,
-            options.shard_gb,
-            options.trust_remote_code,
-            options.base_form,
-        )
-    from verl_ext.checkpoint.export import export_checkpoint
-
-    told = export_checkpoint(
-        options.checkpoint,
-        options.output_dir,
-        options.overwrite,
-        options.base,
-        options.dtype,
-        options.shard_gb,
-        options.form,
-        options.trust_remote_code,
-        options.license,
-        options.base_form,
-    )
+        return merge_adapter_folder(asked, options.base or options.adapter)
+    told = export_checkpoint(asked)
     if options.push_to is None:
         return told
     from verl_ext.checkpoint.hub import push  # imports huggingface_hub

@@ -76,7 +76,7 @@ def write_page(
         thinned=any(len(curve["steps"]) > POINTS for run in runs for curve in run["curves"].values()),
         details=dict(folded or {}),
         data=json.dumps(data).replace("<", "\\u003c"),
-        vega=_vega().replace("</script", "<\\/script") if charts else "",
+        vega=vl_convert("html").javascript_bundle(_LIBRARY).replace("</script", "<\\/script") if charts else "",
     )
     with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -201,11 +201,11 @@ def _lines(text: str) -> str:
     return "".join(f"<div{' class=hanging' if _HANGING.match(line) else ''}>{line}</div>" for line in lines)
 
 
-def _vega() -> str:
+def vl_convert(option: str) -> Any:
+    """Return the package that draws figures, or raise DataError for the option that needs it."""
     try:
-        from vl_convert import javascript_bundle  # imported here because pages without figures do not need it
+        import vl_convert as package  # imported here because pages without figures do not need it
     except ImportError as error:
-        raise DataError(
-            "html needs the package vl-convert-python, which verl-ext[show] names; it is not installed"
-        ) from error
-    return javascript_bundle(_LIBRARY)
+        needed = f"{option} needs the package vl-convert-python, which verl-ext[show] names"
+        raise DataError(f"{needed}; it is not installed") from error
+    return package

@@ -16,7 +16,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_ext.attention import gpu_capability
 from verl_ext.checkpoint import resume
-from verl_ext.checkpoint.copies import check_copies
+from verl_ext.checkpoint.copies import SecondStorage
 from verl_ext.checkpoint.identity import SCHEDULE, Identity, allowed_changes, run_facts
 from verl_ext.checkpoint.layout import Checkpoint, refuse_locked
 from verl_ext.config.check import check_run, check_weight_files, read_hf_config
@@ -97,7 +97,8 @@ def _check_output(checked: Checked) -> resume.OutputDecision:
     config = checked.config
     if dist.get_rank() == 0 and checked.trains:
         refuse_locked(Path(config.trainer.default_local_dir))
-        check_copies(config.trainer)
+        if config.trainer.default_hdfs_dir:
+            SecondStorage(config.trainer.default_hdfs_dir).check(Path(config.trainer.default_local_dir))
     return resume.check_output(config)
 
 

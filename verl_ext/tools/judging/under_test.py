@@ -100,7 +100,7 @@ class LocalModel:
         `__aexit__` removes that. Raises UsageError if the folder is not a chat model.
         """
         from verl_ext.answers.generation import end_tokens
-        from verl_ext.checkpoint.export import export_checkpoint
+        from verl_ext.checkpoint.export import ExportForm, export_checkpoint
         from verl_ext.checkpoint.layout import EXPORT, saved_folders
         from verl_ext.text.chat.template import ChatTemplate
 
@@ -110,7 +110,7 @@ class LocalModel:
         # A checkpoint without weights for transformers is exported once, and only for as long as it answers.
         if not any(folder.glob("*.safetensors")) and folder != self.path:
             exported = Path(self._resources.enter_context(tempfile.TemporaryDirectory())) / "model"
-            export_checkpoint(str(self.path), str(exported), False, None, "saved", 5.0)
+            export_checkpoint(ExportForm(str(self.path), str(exported), dtype="saved"))
             folder = exported
         self._tokenizer, model = load_model("AutoModelForCausalLM", folder, self._key, "a model", self.path)
         if self._tokenizer.chat_template is None:

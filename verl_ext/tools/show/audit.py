@@ -6,8 +6,9 @@ after the first are targets both in a text for pretraining and in a chat whose p
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,23 +50,7 @@ CHECKS = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A check's result: `count` of `of` documents or records, with places.
-
-    rows: the first (path, row) pairs. details: counts by name.
-    """
-
-    name: str
-    count: int
-    of: int
-    rows: list[tuple[str, int]]
-    details: dict[str, int]
-
-    @property
-    def share(self) -> float:
-        """The share of the checked documents or records."""
-        return self.count / self.of if self.of else 0.0
+Finding = dict[str, Any]  # a check's result, as :func:`_finding` makes it
 
 
 def audit(
@@ -109,8 +94,8 @@ def audit(
             not_checked.setdefault("other_tokenizer", "model.path=FOLDER names the model")
         if validation is not None:
             leaked = np.isin(read_tokens(validation).hashes, facts.hashes)
-            found.append(_finding(validation, "leaked", leaked))
-    if "no_end" not in not_checked and not any(f.name == "no_end" for f in found):
+            found.append(_of_mask(validation, "leaked", leaked))
+    if "no_end" not in not_checked and not any(finding["name"] == "no_end" for finding in found):
         not_checked["no_end"] = "no end of turn is known: text, or a report from an older version"
     return {
         "paths": list(documents.paths),
@@ -119,7 +104,7 @@ def audit(
         "tokens": tokens,
         "targets": int(documents.targets.sum(dtype=np.int64)),
         "categories": _categories(documents, None if facts is None else documents.shared_tokens()),
-        "findings": {finding.name: {**asdict(finding), "share": finding.share} for finding in found},
+        "findings": {finding["name"]: finding for finding in found},
         "not_checked": not_checked,
     }
 
@@ -147,7 +132,7 @@ def _of_columns(documents: ShownDocuments) -> list[Finding]:
     masks = {"no_target": targets == 0, "cut": documents.full_lengths > lengths}
     if not documents.all_targets:
         masks["all_targets"] = (targets == lengths - 1) & (lengths > 1)
-    return [_finding(documents, name, mask) for name, mask in masks.items()]
+    return [_of_mask(documents, name, mask) for name, mask in masks.items()]
 
 
 def _of_tokens(documents: ShownDocuments, facts: TokenFacts, ids: _TokenIds) -> list[Finding]:
@@ -163,7 +148,7 @@ def _of_tokens(documents: ShownDocuments, facts: TokenFacts, ids: _TokenIds) -> 
         masks["no_end"] = is_chat & ~np.isin(facts.last_target, ids.ends)
     if ids.empty_reasoning:
         masks["empty_reasoning"] = facts.sequence
-    return [_finding(documents, name, mask) for name, mask in masks.items()]
+    return [_of_mask(documents, name, mask) for name, mask in masks.items()]
 
 
 def _of_units(documents: ShownDocuments) -> list[Finding]:
@@ -176,12 +161,12 @@ def _of_units(documents: ShownDocuments) -> list[Finding]:
     details = {name: round(float(targets[rows].mean())) for name, rows in means.items() if len(rows)}
     details["rejected is longer"] = int(shorter.sum())
     places = [documents.place(row) for row in rejected[longer][:NAMED_ROWS].tolist()]
-    found = [Finding("length_bias", int(longer.sum()), len(rejected), places, details)]
+    found = [_finding("length_bias", int(longer.sum()), len(rejected), places, details)]
     of_reports = [name for name, (_, source) in CHECKS.items() if source == "units" and name != "length_bias"]
     for name in of_reports if any(documents.reports) else ():
         counts = [_counts(report, "preferences") for report in documents.reports]
         count, of = (sum(each.get(key, 0) for each in counts) for key in (name, "pairs"))
-        found.append(Finding(name, count, of, [], {}))
+        found.append(_finding(name, count, of))
     return found
 
 
@@ -198,28 +183,27 @@ def _other_tokenizer(documents: ShownDocuments, tokenizer: Any) -> Finding:
             differs[slice(*documents.first_rows[number : number + 2].tolist())] = True
             changed = sum(vocabulary.get(token) != id_ for token, id_ in other.items())
             details[f"{named}: tokens with another id"] = changed
-    return _finding(documents, "other_tokenizer", differs, details)
+    return _of_mask(documents, "other_tokenizer", differs, details)
 
 
 def _of_reports(documents: ShownDocuments) -> list[Finding]:
     """Return the reports' findings, which count records and name no rows."""
     if not any(documents.reports):
         return []
-    records = sum(_total(report, "records") for report in documents.reports)
+    records = sum(int(report.get("total", {}).get("records", 0)) for report in documents.reports)
     found = []
     for name in (name for name, (_, source) in CHECKS.items() if source == "report"):
-        details: dict[str, int] = {}
+        details: Counter[str] = Counter()
         key = {"special_tokens": "special_tokens_in_text", "open_turns": "end_of_turn"}.get(name, name)
         for report in documents.reports:
-            for each, count in _counts(report, key).items():
-                if (name == "open_turns") == (each == ""):
-                    details[each] = details.get(each, 0) + count
+            counts = _counts(report, key).items()
+            details.update({each: count for each, count in counts if (name == "open_turns") == (each == "")})
         of, count = records, max(details.values(), default=0) if name == "unused_fields" else sum(details.values())
         if name == "special_tokens":
             count = details.get("records", 0)
         if name == "open_turns":
-            of, details = sum(sum(_counts(report, key).values()) for report in documents.reports), {}
-        found.append(Finding(name, count, of, [], {each: n for each, n in details.items() if n}))
+            of, details = sum(sum(_counts(report, key).values()) for report in documents.reports), Counter()
+        found.append(_finding(name, count, of, details={each: n for each, n in details.items() if n}))
     return found
 
 
@@ -229,20 +213,24 @@ def _counts(report: Mapping[str, Any], key: str) -> dict[str, int]:
     return counts if isinstance(counts, dict) else {}
 
 
-def _total(report: Mapping[str, Any], key: str) -> int:
-    return int(report.get("total", {}).get(key, 0))
-
-
 def _reasons(source: str, reason: str) -> dict[str, str]:
     return {name: reason for name, (_, of) in CHECKS.items() if of == source}
 
 
-def _finding(
+def _of_mask(
     documents: ShownDocuments, name: str, mask: NDArray[np.bool_], details: dict[str, int] | None = None
 ) -> Finding:
     rows = np.flatnonzero(mask)
     places = [documents.place(row) for row in rows[:NAMED_ROWS].tolist()]
-    return Finding(name, len(rows), len(documents), places, details or {})
+    return _finding(name, len(rows), len(documents), places, details)
+
+
+def _finding(
+    name: str, count: int, of: int, rows: Sequence[tuple[str, int]] = (), details: Mapping[str, int] | None = None
+) -> Finding:
+    """Return a finding: `count` of `of` documents or records, the first (path, row) pairs, and counts by name."""
+    share = count / of if of else 0.0
+    return {"name": name, "count": count, "of": of, "rows": rows, "details": {**(details or {})}, "share": share}
 
 
 def _categories(documents: ShownDocuments, shared: NDArray[np.int64] | None) -> dict[str, dict[str, Any]]:
@@ -270,12 +258,10 @@ def _categories(documents: ShownDocuments, shared: NDArray[np.int64] | None) -> 
     return found
 
 
-def _kinds(documents: ShownDocuments) -> dict[str, dict[str, int]]:
+def _kinds(documents: ShownDocuments) -> dict[str, Counter[str]]:
     """Sum the reports' `target_kinds` by category."""
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter[str]] = {}
     for report in documents.reports:
         for category, kinds in (report.get("target_kinds") or {}).items():
-            row = found.setdefault(category, {})
-            for kind, count in kinds.items():
-                row[kind] = row.get(kind, 0) + count
+            found.setdefault(category, Counter()).update(kinds)
     return found

@@ -1,17 +1,27 @@
-r"""The tokens of a document in groups that read as text.
+r"""The tokens of a document in groups that read as text, and the role or kind of target of each group.
 
 ids      151644         872    198   a b   151645        a group is a token, or the byte tokens a b of one character
 text     <|im_start|> | user | \n  | 你  | <|im_end|>
 targets  no             no     no    no    yes
+name     user           user   user  user  end of turn
+
+Names come from the text: a role is a word after or inside a special token, and tags mark reasoning and tool calls.
+Before the first role, and in a text that is not a chat, they are "context" and "target".
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.commands.preview import CUT, decoded
+from verl_ext.text.chat.parts import is_opened, tagged_blocks
 from verl_ext.tools.show.documents import Row
 
 MOST_BYTES = 16  # most tokens of a group, more than one character needs
+_ROLES = "system|developer|user|human|assistant|model|tool|function|observation|ipython|environment"
+_INSIDE = re.compile(rf"(?<![a-z])({_ROLES})(?![a-z])", re.IGNORECASE)
+_AFTER = re.compile(rf"\s*({_ROLES})(?![A-Za-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,8 @@ def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
 
     A piece mixes neither targets nor special tokens with others.
     """
-    special = set(tokenizer.all_special_ids) | _markers(tokenizer)
+    # Added tokens may lack the special mark.
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     cells: list[Cell] = []
     ids, mask = row.input_ids.tolist(), row.loss_mask.tolist()
     weights = [1.0] * len(ids) if row.weights is None else row.weights.tolist()
@@ -56,6 +67,45 @@ def cells_of(row: Row, tokenizer: Any) -> list[Cell]:
     return cells
 
 
-def _markers(tokenizer: Any) -> set[int]:
-    """Return ids of added tokens, which may lack the special mark."""
-    return set(getattr(tokenizer, "added_tokens_decoder", {}))
+def names_of(cells: Sequence[Cell]) -> list[str]:
+    """Return each cell's name: a role, or a kind of target."""
+    names: list[str] = []
+    role, before, at = "context", "", 0
+    while at < len(cells):
+        end = at
+        while end < len(cells) and cells[end].is_target == cells[at].is_target:
+            end += 1
+        run = cells[at:end]
+        if run[0].is_target:
+            names += ["target"] * len(run) if role == "context" else _kinds(run, before)
+        else:
+            for place, cell in enumerate(run, start=at):
+                role = _role(cells, place, role) if cell.is_special else role
+                names.append(role)
+        before = (before + "".join(cell.text for cell in run))[-64:]
+        at = end
+    return names
+
+
+def _role(cells: Sequence[Cell], place: int, role: str) -> str:
+    """Return a special token's role, or the current one without any."""
+    following = "".join(cell.text for cell in cells[place + 1 : place + 9])
+    found = _INSIDE.search(cells[place].text) or _AFTER.match(following)
+    return found[1].lower() if found else role
+
+
+def _kinds(run: Sequence[Cell], before: str) -> list[str]:
+    last = len(run)
+    while last and (run[last - 1].is_special or not run[last - 1].text.strip()):
+        last -= 1
+    if not any(cell.is_special for cell in run[last:]):
+        last = len(run)
+    text = "".join(cell.text for cell in run[:last])
+    borders = iter(tagged_blocks(text, 0, len(text), is_opened(before)) if text else [])
+    border, names, at = next(borders, None), [], 0
+    for cell in run[:last]:
+        while border is not None and at >= border.stop:
+            border = next(borders, None)
+        names.append(border.kind.removeprefix("empty_").replace("_", " ") if border is not None else "answer")
+        at += len(cell.text)
+    return names + ["end of turn"] * (len(run) - last)

@@ -1,6 +1,7 @@
-"""A comparison of the same records, tokenized in two ways."""
+"""A comparison of tokens: the same records tokenized in two ways, or a prompt and the document that begins with it."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,56 +11,68 @@ from rich.text import Text
 from verl_ext.commands.preview import Decode
 from verl_ext.options import one_line
 from verl_ext.tables import plain_table
-from verl_ext.tools.show.document import AFTER, BEFORE, first_difference
-from verl_ext.tools.show.documents import ShownDocuments
+from verl_ext.tools.show.documents import Row, ShownDocuments
+
+BEFORE, AFTER = 12, 24  # tokens shown around the place of a difference
 
 
-def report_differences(one: ShownDocuments, other: ShownDocuments) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return ascending rows with other tokens, and with other targets alone.
+def first_difference(one: NDArray[Any], other: NDArray[Any]) -> int | None:
+    """Return where arrays differ or one ends; None if equal."""
+    most = min(len(one), len(other))
+    differs = np.flatnonzero(one[:most] != other[:most])
+    if len(differs):
+        return int(differs[0])
+    return None if len(one) == len(other) else most
 
-    Row i of one is compared with row i of the other, up to the last row that both have.
-    """
-    tokens, targets = [], []
-    for row in range(min(len(one), len(other))):
-        left, right = one.row(row), other.row(row)
-        if not np.array_equal(left.input_ids, right.input_ids):
-            tokens.append(row)
-        elif not np.array_equal(left.loss_mask, right.loss_mask):
-            targets.append(row)
-    return np.array(tokens, np.int64), np.array(targets, np.int64)
+
+def around(ids: NDArray[Any], place: int, decode: Decode | None, style: str = "") -> Text:
+    """Return the tokens before and after a place; `style` is of those after it."""
+    parts = ids[max(place - BEFORE, 0) : place].tolist(), ids[place : place + AFTER].tolist()
+    before, after = (" ".join(map(str, part)) if decode is None else decode(part) for part in parts)
+    return Text().append(one_line(before), "dim").append(" » ", "bold yellow").append(one_line(after), style)
+
+
+def differs_in(one: Row, other: Row) -> tuple[int, str] | None:
+    """Return the first place where rows have other tokens, or else other targets, and its kind; None if equal."""
+    for what, left, right in (
+        ("tokens", one.input_ids, other.input_ids),
+        ("targets", one.loss_mask, other.loss_mask),
+    ):
+        if (place := first_difference(left, right)) is not None:
+            return place, what
+    return None
 
 
 def comparison(
     one: ShownDocuments, other: ShownDocuments, decode: Decode | None, most: int
 ) -> Iterator[RenderableType]:
-    """Yield counts of differing rows, and first differences of `most` rows."""
-    tokens, targets = report_differences(one, other)
+    """Yield counts of differing rows, and first differences of `most` rows.
+
+    Row i of one is compared with row i of the other, up to the last row that both have.
+    """
     compared = min(len(one), len(other))
-    same = compared - len(tokens) - len(targets)
-    yield Text(f"{compared:,} rows compared: {same:,} equal, {len(tokens):,} with other tokens,", "bold").append(
-        f" {len(targets):,} with the same tokens and other targets"
+    counts = {"tokens": 0, "targets": 0}
+    table = plain_table("row", "token", "differs in", "here", "there", left=5)
+    for row in range(compared):
+        rows = one.row(row), other.row(row)
+        if (difference := differs_in(*rows)) is None:
+            continue
+        place, what = difference
+        counts[what] += 1
+        if table.row_count == most:
+            continue
+        shown = []
+        for each in rows:
+            is_target = what == "targets" and place < len(each.loss_mask) and bool(each.loss_mask[place])
+            shown.append(around(each.input_ids, place, decode, "green" if is_target else ""))
+            shown[-1].append(" (target)" if is_target else "")
+        table.add_row(str(row), str(place), what, *shown)
+    same = compared - sum(counts.values())
+    yield Text(f"{compared:,} rows compared: {same:,} equal, {counts['tokens']:,} with other tokens,", "bold").append(
+        f" {counts['targets']:,} with the same tokens and other targets"
     )
     if len(one) != len(other):
-        counts = f"{len(one):,} and {len(other):,} documents"
-        yield Text(f"{counts}: the rows after the shorter set are not compared", "yellow")
-    # Rows that differ in either way stand in one list, because a row number is what the user looks up.
-    rows = np.sort(np.concatenate([tokens, targets]))[:most]
-    table = plain_table("row", "token", "differs in", "here", "there", left=5)
-    for row in rows.tolist():
-        left, right = one.row(row), other.row(row)
-        place, what = first_difference(left.input_ids, right.input_ids), "tokens"
-        if place is None:
-            place, what = first_difference(left.loss_mask, right.loss_mask), "targets"
-        assert place is not None, "the rows differ"
-        begin = max(place - BEFORE, 0)
-        shown = []
-        for each in (left, right):
-            ids = each.input_ids.tolist()
-            before, after = ids[begin:place], ids[place : place + AFTER]
-            parts = [" ".join(map(str, part)) if decode is None else decode(part) for part in (before, after)]
-            is_target = what == "targets" and place < len(ids) and bool(each.loss_mask[place])
-            shown.append(Text(one_line(parts[0]), "dim").append(" » ", "bold yellow"))
-            shown[-1].append(one_line(parts[1]), "green" if is_target else "").append(" (target)" if is_target else "")
-        table.add_row(str(row), str(place), what, *shown)
-    if len(rows):
+        lengths = f"{len(one):,} and {len(other):,} documents"
+        yield Text(f"{lengths}: the rows after the shorter set are not compared", "yellow")
+    if table.row_count:
         yield table

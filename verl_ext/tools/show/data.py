@@ -20,7 +20,7 @@ from verl_ext.tools.page import write_page
 from verl_ext.tools.show.audit import audit
 from verl_ext.tools.show.audit_tables import audit_tables
 from verl_ext.tools.show.compare import comparison
-from verl_ext.tools.show.document import RUN_CELLS, RUN_CELLS_OF_PAGE, document_view, unit_view
+from verl_ext.tools.show.document import RUN_CELLS, RUN_CELLS_OF_PAGE, Drawing
 from verl_ext.tools.show.documents import ShownDocuments, open_documents, tokenizer_of
 from verl_ext.tools.show.packs import PackOptions, open_packs, pack_view, plan_facts
 from verl_ext.tools.show.raw import is_raw_file, tokenized_raw
@@ -165,6 +165,7 @@ def _documents(documents: ShownDocuments, options: ShowDataOptions) -> Iterator[
     """Yield the selected documents, each with its record if asked for."""
     tokenizer = tokenizer_of(options.model, documents.model, is_needed=True)
     in_colour, longest = (True, RUN_CELLS_OF_PAGE) if options.html else (has_colours(), RUN_CELLS)
+    drawing = Drawing(tokenizer, options.tokens, in_colour, longest)
     finders: dict[str, RecordFinder] = {}
     shown: set[int] = set()
     for row in selected(documents, options, tokenizer.decode):
@@ -176,7 +177,7 @@ def _documents(documents: ShownDocuments, options: ShowDataOptions) -> Iterator[
         path, number = documents.place(row)
         if documents.units is None or not documents.units.answer[row]:
             facts = one_line(f"row {number} of {path}: {category}, {_lengths(documents, row)}")
-            yield document_view(facts, content, tokenizer, options.tokens, in_colour, longest)
+            yield drawing.document(facts, content)
         else:
             sides = documents.units.answer[unit.start : unit.stop].tolist()
             weight = float(documents.units.weight_of(row))
@@ -185,8 +186,7 @@ def _documents(documents: ShownDocuments, options: ShowDataOptions) -> Iterator[
             head = one_line(f"{rows} of {path}: {category}" + (f", weight {weight:g}" if weight != 1 else ""))
             names = _SIDES if len(unit) > 1 else _LABELS
             facts_of = [f"{names[side]}: {_lengths(documents, each)}" for side, each in zip(sides, unit, strict=True)]
-            rows_of = [documents.row(each) for each in unit]
-            yield unit_view([head, *facts_of], rows_of, sides, tokenizer, options.tokens, in_colour, longest)
+            yield drawing.unit(head, [documents.row(each) for each in unit], sides, facts_of)
         if options.record:
             if path not in finders:
                 finders[path] = RecordFinder(documents.reports[documents.paths.index(path)], options.model)

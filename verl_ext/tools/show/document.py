@@ -1,19 +1,16 @@
 """The lines and pages that show a document, by its cells."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.text import Text
 
 from verl_ext.options import one_line
-from verl_ext.tools.show.cells import Cell, cells_of
+from verl_ext.tools.show.cells import Cell, cells_of, names_of
 from verl_ext.tools.show.documents import Row
-from verl_ext.tools.show.roles import names_of
 
-BEFORE, AFTER = 12, 24  # tokens shown around the place of a difference
 # Cells of a run that are shown; the middle of a longer run is left out.
 RUN_CELLS, RUN_CELLS_OF_PAGE = 400, 20_000
 TARGET, SPECIAL, CONTEXT, REJECTED = "bold green", "magenta", "", "bold red"
@@ -61,44 +58,6 @@ def document_text(
     return text
 
 
-def document_view(
-    facts: str, row: Row, tokenizer: Any, by_token: bool, in_colour: bool, longest: int = RUN_CELLS
-) -> Text:
-    """Return a document below its facts, as text or token by token."""
-    cells = cells_of(row, tokenizer)
-    text = tokens_text(cells) if by_token else document_text(cells, in_colour, longest)
-    return Text(no_wrap=not by_token).append(f"{facts}\n", "bold").append_text(text)
-
-
-def unit_view(
-    facts: Sequence[str],
-    rows: Sequence[Row],
-    sides: Sequence[int],
-    tokenizer: Any,
-    by_token: bool,
-    in_colour: bool,
-    longest: int = RUN_CELLS,
-) -> Text:
-    """Return a prompt once, and the answers that follow it.
-
-    facts: a line of the unit, then one of each answer.
-    """
-    cells = [cells_of(row, tokenizer) for row in rows]
-    alike = zip(*cells) if len(cells) > 1 else ()  # noqa: B905, answers differ in length
-    fork = next((at for at, each in enumerate(alike) if each[0].is_target or len({*each}) > 1), None)
-    if fork is None:  # one answer, or one that another begins with
-        fork = next((at for at, cell in enumerate(cells[0]) if cell.is_target), min(map(len, cells)))
-    parts = [("prompt", cells[0], slice(0, fork), CONTEXT)]
-    for line, own, side in zip(facts[1:], cells, sides, strict=True):
-        parts.append((line, own, slice(fork, None), REJECTED if side < 0 else TARGET))
-    text = Text(no_wrap=not by_token).append(f"{facts[0]}\n", "bold")
-    for line, own, part, style in parts:
-        text.append(f"{line}\n", style or "bold")
-        shown = tokens_text(own[part]) if by_token else document_text(own, in_colour, longest, part, style)
-        text.append_text(shown)
-    return text
-
-
 def tokens_text(cells: Sequence[Cell]) -> Text:
     """Return token groups with ids, as `hello·31373`; targets start with `*`."""
     text = Text()
@@ -120,10 +79,43 @@ def _shortened(run: list[Cell], longest: int) -> list[Cell]:
     return [*run[:half], gap, *run[-half:]]
 
 
-def first_difference(one: NDArray[Any], other: NDArray[Any]) -> int | None:
-    """Return where arrays differ or one ends; None if equal."""
-    most = min(len(one), len(other))
-    differs = np.flatnonzero(one[:most] != other[:most])
-    if len(differs):
-        return int(differs[0])
-    return None if len(one) == len(other) else most
+@dataclass(frozen=True)
+class Drawing:
+    """How documents are drawn.
+
+    Attributes:
+        tokenizer: the tokenizer of the documents.
+        by_token: whether tokens stand one by one with their ids, and not as text.
+        in_colour: whether targets are coloured; else they are marked [[…]].
+        longest: the cells of a run that are shown.
+    """
+
+    tokenizer: Any
+    by_token: bool
+    in_colour: bool
+    longest: int = RUN_CELLS
+
+    def document(self, facts: str, row: Row) -> Text:
+        """Return a document below its facts."""
+        return self._head(facts).append_text(self._part(cells_of(row, self.tokenizer)))
+
+    def unit(self, facts: str, rows: Sequence[Row], sides: Sequence[int], facts_of_answers: Sequence[str]) -> Text:
+        """Return a prompt once, and the answers that follow it."""
+        cells = [cells_of(row, self.tokenizer) for row in rows]
+        alike = zip(*cells) if len(cells) > 1 else ()  # noqa: B905, answers differ in length
+        fork = next((at for at, each in enumerate(alike) if each[0].is_target or len({*each}) > 1), None)
+        if fork is None:  # one answer, or one that another begins with
+            fork = next((at for at, cell in enumerate(cells[0]) if cell.is_target), min(map(len, cells)))
+        text = self._head(facts).append("prompt\n", "bold").append_text(self._part(cells[0], slice(0, fork), CONTEXT))
+        for line, own, side in zip(facts_of_answers, cells, sides, strict=True):
+            style = REJECTED if side < 0 else TARGET
+            text.append(f"{line}\n", style).append_text(self._part(own, slice(fork, None), style))
+        return text
+
+    def _head(self, facts: str) -> Text:
+        return Text(no_wrap=not self.by_token).append(f"{facts}\n", "bold")
+
+    def _part(self, cells: Sequence[Cell], part: slice = WHOLE, target: str = TARGET) -> Text:
+        if self.by_token:
+            return tokens_text(cells[part])
+        return document_text(cells, self.in_colour, self.longest, part, target)

@@ -62,6 +62,7 @@ def open_packs(documents: ShownDocuments, options: PackOptions) -> "PackedDatase
     try:
         given = {name: getattr(options, name) for name in names}
         packs = family(list(documents.paths), **given, key="paths")
+        len(packs)  # plans them, which refuses units that are too long
     except UsageError:
         raise
     except ValueError as error:

@@ -27,7 +27,7 @@ from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile, absolute_path, find_source_files, is_hub_name
 from verl_ext.text.tokens.tokenizer import ModelOptions
-from verl_ext.tools.show.document import AFTER, BEFORE, first_difference
+from verl_ext.tools.show.compare import around, first_difference
 from verl_ext.tools.show.documents import Report, Row
 
 LONGEST_STRING = 2000  # characters of a record's string that are shown
@@ -142,10 +142,5 @@ def _prompt_view(prompt: NDArray[Any], row: Row, decode: Decode) -> Text:
         return text.append(f"; {learnt:,} of them are targets of turns before\n" if learnt else "\n")
     text.append(f"its {len(prompt):,} tokens differ from the document's at token {place:,}\n", "yellow")
     for name, ids in (("given  ", prompt), ("trained", row.input_ids)):
-        before, after = (
-            decode(part.tolist()) for part in (ids[max(place - BEFORE, 0) : place], ids[place : place + AFTER])
-        )
-        text.append(f"  {name} ").append(one_line(before), "dim").append(" » ", "bold yellow").append(
-            f"{one_line(after)}\n"
-        )
+        text.append(f"  {name} ").append_text(around(ids, place, decode)).append("\n")
     return text

@@ -18,13 +18,12 @@ from verl_ext.options import DataError, Options, UsageError, must, one_line, opt
 from verl_ext.redaction import redacted
 from verl_ext.text.tokens.tokenizer import ModelOptions
 from verl_ext.tools.show.answers import answers_view
-from verl_ext.tools.show.document import document_view
+from verl_ext.tools.show.document import Drawing
 from verl_ext.tools.show.documents import Row, open_documents, tokenizer_of
+from verl_ext.tools.show.figures import write_picture, write_run_page
 from verl_ext.tools.show.packs import pack_view, step_view
-from verl_ext.tools.show.picture import write_picture
-from verl_ext.tools.show.run_page import write_run_page
 from verl_ext.tools.show.run_tables import run_tables
-from verl_ext.tools.show.runs import open_run, read_spike
+from verl_ext.tools.show.runs import folder_of, open_run, read_spike
 from verl_ext.tools.show.terminal import has_colours, print_parts, terminal
 
 REFRESH_SECONDS = 5  # of follow=true
@@ -117,8 +116,7 @@ def _follow(options: ShowRunOptions) -> None:
 
 def _step_parts(options: ShowRunOptions, step: int) -> Iterator[RenderableType]:
     """Yield a step's spike documents, packs, and the rank's documents."""
-    path = Path(options.paths[0])
-    folder = path if path.is_dir() else path.parent
+    folder = folder_of(options.paths[0])
     if (spike := read_spike(folder, step)) is not None:
         yield from _spike_parts(spike, options)
         if not (folder / RUN).is_file():
@@ -158,4 +156,4 @@ def _spike_parts(spike: Mapping[str, Any], options: ShowRunOptions) -> Iterator[
         where = f"row {place['row']} of {place['folder']}"
         facts = f"{where}: {place['category']}, pack {place['pack']}, loss {place['loss']}"
         tokenizer = tokenizer_of(options.model, documents.model, is_needed=True)
-        yield document_view(one_line(facts), row, tokenizer, options.tokens, in_colour)
+        yield Drawing(tokenizer, options.tokens, in_colour).document(one_line(facts), row)

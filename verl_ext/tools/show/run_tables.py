@@ -13,8 +13,7 @@ from verl_ext.checkpoint.curves import Curve
 from verl_ext.options import leaves, one_line, spell
 from verl_ext.progress import four_digits
 from verl_ext.tables import pivot, plain_table
-from verl_ext.tools.show.answers import score_table
-from verl_ext.tools.show.experts import expert_loads
+from verl_ext.tools.show.heat_maps import heat_maps
 from verl_ext.tools.show.runs import ShownRun
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -43,7 +42,7 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
     for name in names:
         for run in runs:
             curve = run.curves.get(name)
-            if curve is None or not (values := curve.finite):
+            if curve is None or not (values := [value for _, value in curve.points]):
                 continue
             numbers = (four_digits(value) for value in (values[0], values[-1], min(values)))
             of_run = [Text(one_line(run.name))] if len(runs) > 1 else []
@@ -52,10 +51,8 @@ def run_tables(runs: Sequence[ShownRun], width: int) -> Iterator[RenderableType]
     for metric, points in by_length(runs).items():
         cells = {(point["model"], point["group"]): four_digits(point["mean"]) for point in points}
         yield pivot(f"{metric} by document length", cells)
-    yield from (scores.table() for scores in map(score_table, runs) if scores)
-    for loads in filter(None, map(expert_loads, runs)):
-        yield Text(loads.title)
-        yield loads.table(width)
+    for heat_map in heat_maps(runs):
+        yield from heat_map.tables(width)
 
 
 def headline(run: ShownRun) -> str:
@@ -95,7 +92,7 @@ def by_length(runs: Sequence[ShownRun]) -> dict[str, list[dict[str, Any]]]:
         for at in (0, -1):
             for name, curve in run.curves.items():
                 found = OF_LENGTHS.fullmatch(name)
-                points = [pair for pair in zip(curve.steps, curve.values, strict=True) if pair[1] is not None]
+                points = curve.points
                 if found is None or found[1] == "target_tokens" or not points or (at and len(points) == 1):
                     continue
                 step, value = points[at]

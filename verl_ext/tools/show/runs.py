@@ -35,10 +35,14 @@ class ShownRun:
     is_alive: bool
 
     @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return folder_of(self.path)
+
+    @property
     def name(self) -> str:
         """The folder's name; its parent's for a folder called `checkpoints`."""
-        folder = self.path if self.path.is_dir() else self.path.parent
-        folder = folder.resolve()
+        folder = self.folder.resolve()
         return folder.parent.name if folder.name == "checkpoints" else folder.name
 
     @property
@@ -60,6 +64,11 @@ class ShownRun:
         """Return the sorted names of the categories whose losses were logged."""
         names = {key.split("/", 1)[1].removesuffix(_LOSS) for key in self.curves if key.endswith(_LOSS)}
         return sorted(name for name in names if f"train/{name}{_TOKENS}" in self.curves)
+
+
+def folder_of(path: str | Path) -> Path:
+    """Return the folder of a run, which its metrics file names too."""
+    return Path(path) if Path(path).is_dir() else Path(path).parent
 
 
 def is_run(path: str) -> bool:
@@ -85,8 +94,7 @@ def open_run(path: str) -> ShownRun:
         UsageError: there is no metrics file.
         DataError: it holds no metrics.
     """
-    given = Path(path)
-    folder = given if given.is_dir() else given.parent
+    given, folder = Path(path), folder_of(path)
     file = given if given.is_file() else folder / METRICS
     curves, torn = read_curves(file)
     tracker = folder / TRACKER

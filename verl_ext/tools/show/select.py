@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.options import Options, UsageError, choice_problem, must, option
+from verl_ext.options import Options, UsageError, choice_problem, must, option, options_of
 from verl_ext.tools.show.documents import ShownDocuments
 
 
@@ -37,13 +37,8 @@ class SelectOptions(Options):
             except re.error as error:
                 yield must("matches", "be a regular expression", f"{self.matches}: {error}")
 
-    @property
-    def selects(self) -> bool:
-        """Tell whether an option selects documents to show."""
-        return bool(self.changed().keys() & {*_SELECTORS})
 
-
-_SELECTORS = ("row", "category", "no_target", "cut", "matches", "longest", "shortest", "random")
+_SELECTORS = [name for name in options_of(SelectOptions) if name != "documents"]
 
 
 def selected(documents: ShownDocuments, options: SelectOptions, decode: Callable[[list[int]], str]) -> Iterator[int]:
