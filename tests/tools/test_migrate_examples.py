@@ -36,8 +36,8 @@ def moved(trainer: str, folder: Path, ranks: int | None = None, **changes: objec
     (folder / "data").mkdir(exist_ok=True)
     (folder / "data" / "dataset_info.json").write_text(json.dumps(DATASETS))
     read, values = READERS[trainer]
-    found = Moved("T", {**values, **changes}, ranks, (folder,))
-    read(found, folder)
+    found = Moved("T", {**values, **changes}, ranks, folder)
+    read(found)
     return found
 
 

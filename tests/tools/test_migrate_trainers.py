@@ -336,9 +336,9 @@ REFUSED = {"dataset_dir": "a folder without dataset_info.json has no data", "tas
 
 def outcome(read, values: dict[str, object], folder: Path) -> object:
     """Return what becomes of a configuration: the words and comments, or the refusal."""
-    moved = Moved("T", {key: value for key, value in values.items() if value is not None})
+    moved = Moved("T", {key: value for key, value in values.items() if value is not None}, None, folder)
     try:
-        read(moved, folder)
+        read(moved)
     except ValueError as error:
         return str(error)
     return moved.words, moved.ranks, [line for line in list(moved.comments())[1:] if "needs nothing" not in line]
@@ -492,8 +492,8 @@ def test_a_value_has_its_place_or_is_said_to_have_none(trainer, changes, words, 
     of_llamafactory(tmp_path)
     written(tmp_path, {"a": {"converter": "alpaca"}, "b": {"converter": "own", "source": "local", "size": 5}}, "d.yaml")
     _, read, rich = RICH[trainer]
-    moved = Moved("T", {key: value for key, value in (rich | changes).items() if value is not None})
-    read(moved, tmp_path)
+    moved = Moved("T", {key: value for key, value in (rich | changes).items() if value is not None}, None, tmp_path)
+    read(moved)
     kind, *keys = comment.split() or [""]
     assert {key: moved.words.get(key) for key in words} == words
     lacks = [line for line in moved.comments() if line.startswith("no equivalent")]

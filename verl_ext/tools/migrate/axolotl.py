@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from verl_ext.options import DataError, UsageError, must
@@ -11,7 +10,6 @@ from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number
 from verl_ext.tools.migrate.tables import key_table, reason
 
-NAME = "axolotl"
 _NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
 
 # Plugins whose work is done here, or that have keys of their own; sizes whose product are the ranks.
@@ -28,7 +26,7 @@ _ENTRY = (  # what is read of a data set, or needs nothing
 )
 
 
-def read_axolotl(moved: Moved, folder: Path) -> None:
+def read_axolotl(moved: Moved) -> None:
     """Translate the YAML's keys."""
     values = moved.values
     rewards = str(values.get("rl")).lower() in preferences.REWARDS

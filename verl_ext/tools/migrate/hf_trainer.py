@@ -9,35 +9,13 @@ from typing import Any
 from verl_ext.options import spell
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number, split_names
 from verl_ext.tools.migrate.reading import read_yaml
-from verl_ext.tools.migrate.tables import reason
+from verl_ext.tools.migrate.tables import reason, values_of
 
 TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard", "trackio", "clearml")
 NO_VALIDATION = "there is no validation data to measure"
 # Keys of other engines' parallelism: each has the number of ranks that hold one copy's parts.
 _TENSOR = ("tensor_parallel_size", "tensor_model_parallel_size")
 _STAGES = ("pipeline_parallel_size", "pipeline_model_parallel_size")
-_SCHEDULES = {
-    "constant_with_warmup": "constant",
-    "warmup_stable_decay": "wsd",
-    "cosine_with_min_lr": "cosine",
-    **{name: name for name in ("linear", "cosine", "constant", "cosine_with_restarts")},
-}
-# {optimizer: (its module, its class)}; those of this package and of torch.optim have no module.
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), (None, "AdamW")),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), (None, "AdamW8bit")),
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), ("bitsandbytes.optim", "PagedAdamW")),
-    "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
-    "sgd": (None, "SGD"),
-    "muon": (None, "Muon"),
-}
-# {a metric there, without eval_: ours}
-_METRICS = {
-    "loss": "val/loss",
-    **{"mean_token_accuracy": "val/token_accuracy", "token_acc": "val/token_accuracy", "entropy": "val/entropy"},
-    **{"rewards/accuracies": "val/reward_accuracy", "rewards/margins": "val/reward_margin"},
-    **{f"rewards/{side}": f"val/reward_{side}" for side in ("chosen", "rejected")},
-}
 _PATIENCE = ("early_stopping_patience", "early_stopping_steps")  # the latter is LLaMA-Factory's
 _BETA2 = 0.999  # of torch's Adam, and verl's
 
@@ -91,10 +69,10 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
     path = moved.get("resume_from_checkpoint")
     if is_on(path) and str(path).lower() not in ("true", "auto"):
         moved.lack("resume_from_checkpoint", "a run resumes its own checkpoints; model.path takes exported weights")
-    names = [str(name).lower() for name in listed(moved.get("report_to")) if is_on(name)]
-    if names and "all" not in names:
-        moved.put("trainer.logger", ["console", "file", *(name for name in names if name in TRACKERS)])
-        if other := [name for name in names if name not in TRACKERS]:
+    trackers = [str(name).lower() for name in listed(moved.get("report_to")) if is_on(name)]
+    if trackers and "all" not in trackers:
+        moved.put("trainer.logger", ["console", "file", *(name for name in trackers if name in TRACKERS)])
+        if other := [name for name in trackers if name not in TRACKERS]:
             moved.lack("report_to", f"trainer.logger has no {', '.join(other)}")
 
 
@@ -121,8 +99,8 @@ def read_sharding(moved: Moved, keys: Iterable[str]) -> None:
         if isinstance(value, str):
             name = re.search(r"z(?:ero)?_?([0-3])", value)
             stage = int(name[1]) if name and key == "deepspeed" else 3
-            paths = [root / value for root in moved.folders] if value[:1] != "{" else []
-            value = next((read_yaml(path) for path in paths if path.is_file()), value)
+            path = None if value.startswith("{") else moved.file(value)
+            value = value if path is None else read_yaml(path)
         if _offloads(value):  # else the key needs nothing
             moved.put("engine.offload_policy", moved.is_on(key))
         if isinstance(value, Mapping):
@@ -151,10 +129,10 @@ def _offloads(value: Any) -> bool:
 
 def _read_optimizer(moved: Moved) -> None:
     """Name an optimizer and its module."""
-    if (given := str(moved.get("optim", default="adamw_torch")).lower()) not in _OPTIMIZERS:
+    if (given := str(moved.get("optim", default="adamw_torch")).lower()) not in values_of("optimizers"):
         moved.lack("optim", "optim.optimizer and optim.optimizer_impl name a class of torch.optim or another package")
         return
-    module, name = _OPTIMIZERS[given]
+    module, _, name = values_of("optimizers")[given].rpartition(".")
     if name != "AdamW":
         moved.put("optim.optimizer", name)
     if name == "Muon":
@@ -163,7 +141,7 @@ def _read_optimizer(moved: Moved) -> None:
         there = "those of embeddings too, which bitsandbytes keeps in 32 bits; nothing is paged"
         there = "in torchao's blocks where rows are multiples of 256" if given == "adamw_torch_8bit" else there
         moved.differ(f"{name} has moments of 8 bits for rows that divide into blocks, {there}")
-    if module is not None:
+    if module:
         moved.put("optim.optimizer_impl", module)
         moved.differ(
             f"{name} is of the package {module.partition('.')[0]}: its checkpoints need as many ranks as wrote them"
@@ -174,10 +152,11 @@ def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
     """Translate the learning rate, its schedule and the decay, which all have other defaults in verl."""
     moved.put("optim.lr", moved.get("learning_rate", default=defaults.rate))
     kind = str(moved.get("lr_scheduler_type", default=defaults.schedule)).lower()
-    if kind in _SCHEDULES:
-        moved.put("optim.lr_scheduler_type", _SCHEDULES[kind])
+    schedules = values_of("schedules")
+    if kind in schedules:
+        moved.put("optim.lr_scheduler_type", schedules[kind])
     else:
-        moved.lack("lr_scheduler_type", f"optim.lr_scheduler_type has {', '.join(sorted({*_SCHEDULES.values()}))}")
+        moved.lack("lr_scheduler_type", f"optim.lr_scheduler_type has {', '.join(sorted({*schedules.values()}))}")
     given = moved.get("lr_scheduler_kwargs", default={})
     if not isinstance(given, Mapping):
         moved.lack("lr_scheduler_kwargs", "it must map names to values")
@@ -282,7 +261,7 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
     # The best checkpoint and an early end by it.
     best = moved.get("metric_for_best_model", default="loss")
     name = str(best).removeprefix("eval_")
-    metric = _METRICS.get(name)
+    metric = values_of("metrics").get(name)
     asks = {key for key in ("load_best_model_at_end", *_PATIENCE, "metric_for_best_model") if moved.is_on(key)}
     asks |= {"save_strategy"} if str(saves).lower() == "best" else set()
     rises = moved.get("greater_is_better", default=not name.endswith("loss"))

@@ -24,7 +24,7 @@ from verl_ext.config.run_file import run_file
 from verl_ext.files import write_text
 from verl_ext.options import DataError, UsageError, must, nearest_hint, spell
 from verl_ext.overrides import quoted
-from verl_ext.tools.migrate.reading import NUMBER
+from verl_ext.tools.migrate.reading import NUMBER, file_below
 from verl_ext.tools.migrate.tables import Rule
 
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
@@ -93,13 +93,13 @@ class Moved:
         values: its known keys and their values.
         words: {our key: value} of the command.
         ranks: the number of ranks, or None if nothing says it.
-        folders: where the files lie that values name.
+        folder: where the configuration lies.
     """
 
     def __init__(
-        self, trainer: str, values: Mapping[str, Any], ranks: int | None = None, folders: Sequence[Path] = (Path(),)
+        self, trainer: str, values: Mapping[str, Any], ranks: int | None = None, folder: Path = Path()
     ) -> None:
-        self.trainer, self.values, self.ranks, self.folders = trainer, dict(values), ranks, folders
+        self.trainer, self.values, self.ranks, self.folder = trainer, dict(values), ranks, folder
         self.words: dict[str, Any] = {}
         self.problems: list[str] = []  # of the trainer's checks
         self.other: str | None = None  # the command of a configuration that trains nothing
@@ -168,6 +168,10 @@ class Moved:
         """Tell whether one of the names asks for something."""
         self._asked.update(names)
         return any(is_on(self.values.get(name)) for name in names)
+
+    def file(self, name: str) -> Path | None:
+        """Return where a file lies that a value names, or None."""
+        return file_below(self.folder, name)
 
     @property
     def validates(self) -> bool:

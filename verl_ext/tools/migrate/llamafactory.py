@@ -10,8 +10,6 @@ from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, mapping, number, split_names
 from verl_ext.tools.migrate.tables import key_table, reason
 
-NAME = "LLaMA-Factory"
-
 # {a name in `columns`: (ours, the record's field without it)}
 _COLUMNS = {
     "prompt": ("instruction", "instruction"),
@@ -30,13 +28,13 @@ _ROLES = {
 _PLACES = ("hf_hub_url", "ms_hub_url", "file_name")
 
 
-def read_llamafactory(moved: Moved, folder: Path) -> None:
-    """Translate a YAML of version 0; its dataset_info.json stands below `folder`."""
+def read_llamafactory(moved: Moved) -> None:
+    """Translate a YAML of version 0; its dataset_info.json stands below its folder."""
     if (stage := moved.values.get("stage", "sft")) not in ("sft", "pt", "dpo", "kto"):
         raise UsageError(must("stage", "be sft, pt, dpo or kto", f"{stage}: {preferences.ELSEWHERE}"))
     moved.take(key_table("llamafactory"))
     kind = str(moved.get("finetuning_type", default="lora"))
-    _read_data(moved, folder)
+    _read_data(moved)
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
     if stage in ("dpo", "kto"):
         _put_preferences(moved, stage)
@@ -157,13 +155,13 @@ def put_template(moved: Moved) -> None:
         )
 
 
-def _read_data(moved: Moved, folder: Path) -> None:
+def _read_data(moved: Moved) -> None:
     """Translate the names of datasets by dataset_info.json."""
     info: dict[str, Any] | None = None
     place = str(moved.get("dataset_dir", default="data"))
     for key, node in (("dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
         for name in split_names(moved.get(key)):
-            info = info if info is not None else _dataset_info(place, folder)
+            info = info if info is not None else _dataset_info(moved, place)
             if name not in info:
                 raise DataError(must(key, f"be names of {place}/dataset_info.json", name))
             _put_dataset(moved, key, node, name, info[name], place)
@@ -173,14 +171,14 @@ def _read_data(moved: Moved, folder: Path) -> None:
         moved.differ("max_samples takes the first records of each dataset there; sample draws as many at random")
 
 
-def _dataset_info(place: str, folder: Path) -> dict[str, Any]:
+def _dataset_info(moved: Moved, place: str) -> dict[str, Any]:
     """Read dataset_info.json, beside the YAML or where the command would run."""
     if place.startswith(("REMOTE:", "ONLINE")):
         raise DataError(must("dataset_dir", "be a folder with dataset_info.json", f"{place}: download it first"))
-    tried = [root / place / "dataset_info.json" for root in (Path(), folder, *folder.parents)]
-    path = next((each for each in tried if each.is_file()), None)
+    file = Path(place) / "dataset_info.json"
+    path = moved.file(str(file))
     if path is None:
-        raise DataError(f"dataset_dir={place} must hold the dataset_info.json of LLaMA-Factory; there is no {tried[0]}")
+        raise DataError(f"dataset_dir={place} must hold the dataset_info.json of LLaMA-Factory; there is no {file}")
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,6 @@
 """LLaMA-Factory's version 1: other names, and nodes of plugins."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from verl_ext.tools.migrate import hf_trainer, llamafactory, preferences, sources
@@ -15,14 +14,14 @@ _PEFT = {  # {a key of peft_config: ours}
 }
 
 
-def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
+def read_llamafactory_v1(moved: Moved) -> None:
     """Translate a YAML of version 1, whose dataset is a YAML of files."""
     moved.take(key_table("llamafactory_v1"))
     moved.put("data.over_length", "truncate")
     moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
     for key, node in (("train_dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
         if is_on(name := moved.get(key)):
-            _put_v1(moved, key, node, str(name), folder)
+            _put_v1(moved, key, node, str(name))
     # What is trained.
     peft = mapping("peft_config", moved.get("peft_config"))
     if peft.get("name") == "lora":
@@ -73,8 +72,8 @@ def _put_optimizer_v1(moved: Moved, options: Mapping[str, Any]) -> None:
     moved.put("optim.override_optimizer_config", own | {"eps": options.get("adamw_eps", 1e-8)})
 
 
-def _put_v1(moved: Moved, key: str, node: str, name: str, folder: Path) -> None:
-    path = next((root / name for root in (Path(), folder, *folder.parents) if (root / name).is_file()), None)
+def _put_v1(moved: Moved, key: str, node: str, name: str) -> None:
+    path = moved.file(name)
     if path is None or not name.endswith((".yaml", ".yml")):
         sources.put_data(moved, key, node, name)
         return

@@ -4,14 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_ext.tools.migrate.line import Moved, listed, number
+from verl_ext.tools.migrate.tables import values_of
 
-# {a trainer's name: ours}
-LOSSES = {
-    "sigmoid": "dpo",
-    "sigmoid_norm": "dpo_norm",
-    "apo_zero_unpaired": "apo_zero",
-    **{name: name for name in ("dpo", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo", "kto")},
-}
 REWARDS = ("rm", "ppo", "grpo", "gdpo", "gkd", "ebft")  # what is not a loss of given answers
 ELSEWHERE = "verl's own trainers have PPO and GRPO; reward models are not trained"
 
@@ -21,15 +15,15 @@ def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> N
 
     Prompts with answers that are too long are left out as a whole.
     """
-    if name not in LOSSES:
-        moved.lack(key, f"loss has {', '.join(sorted({*LOSSES.values()}))}")
+    if (loss := values_of("losses").get(name)) is None:
+        moved.lack(key, f"loss has {_losses()}")
         return
-    moved.put("loss", LOSSES[name])
+    moved.put("loss", loss)
     for option, value in options.items():
         if value is not None:
             moved.put(f"loss.{option}", value)
     moved.put("data.over_length", "drop")
-    if LOSSES[name] != "kto":
+    if loss != "kto":
         moved.differ("data.max_tokens holds a prompt with both of its answers: twice the length, which is of one there")
         given = moved.words.get("data.max_tokens")
         if length := number(given):
@@ -37,6 +31,10 @@ def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> N
         elif given is not None:
             moved.differ(f"data.max_tokens={given} is not doubled, as its number is not known here")
     moved.differ("a prompt or an answer that is too long is cut there; data.over_length=drop leaves the whole unit out")
+
+
+def _losses() -> str:
+    return ", ".join(sorted({*values_of("losses").values()}))
 
 
 def put_label(moved: Moved) -> None:
@@ -57,7 +55,7 @@ def read_loss(
     family = str(moved.get(key, default=family))
     forms = [str(form) for form in listed(moved.get(loss_key))]
     if len(forms) > 1:
-        moved.lack(loss_key, f"loss is one of {', '.join(sorted({*LOSSES.values()}))}, without sums of several")
+        moved.lack(loss_key, f"loss is one of {_losses()}, without sums of several")
     name = forms[0] if len(forms) == 1 and family in ("dpo", "cpo", "kto") else family
     if family == "cpo" and name != "simpo":
         name = "cpo" if name in ("sigmoid", "cpo") else f"cpo of {name}"

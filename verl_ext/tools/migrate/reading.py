@@ -38,18 +38,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def without_comments(script: str) -> str:
-    """Return a script whose lines end before their comments."""
-    return "\n".join(map(_without_comment, script.splitlines()))
-
-
-def _without_comment(line: str) -> str:
-    """Return a line up to its comment; a # inside quotes begins none."""
-    for match in re.finditer(r"(?:^|(?<=\s))#", line):
-        before = line[: match.start()]
-        if before.count("'") % 2 == before.count('"') % 2 == 0:
-            return before
-    return line
+def file_below(folder: Path, name: str) -> Path | None:
+    """Return where a named file lies: here, in the folder or in one above it."""
+    roots = (Path(), folder, *folder.resolve().parents)
+    return next((path for root in roots if (path := root / name).is_file()), None)
 
 
 def unquoted(word: str) -> str:

@@ -2,43 +2,21 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from verl_ext.options import UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping
-from verl_ext.tools.migrate.tables import key_table, reason
+from verl_ext.tools.migrate.tables import key_table, page, reason, values_of
 
-NAME = "ms-swift"
-_OF_VERSION_2 = {  # {a name there: that of version 3}
-    **{"sft_type": "train_type", "model_id_or_path": "model", "dtype": "torch_dtype", "template_type": "template"},
-    **{"batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size"},
-    **{"custom_train_dataset_path": "dataset", "custom_val_dataset_path": "val_dataset"},
-    **{"dataset_test_ratio": "split_dataset_ratio", "lora_target_modules": "target_modules"},
-    **{"lora_dropout_p": "lora_dropout", "deepspeed_config_path": "deepspeed", "use_flash_attn": "attn_impl"},
-}
 _CACHED = ("cached_dataset", "cached_val_dataset")
-# ms-swift's weights of an agent's turns: of what a pattern matches, or of a key and of the text after it
-_SCALES: dict[str, dict[str, tuple[float, ...]]] = {
-    "hermes": {r"<tool_call>[\s\S]+?</tool_call>": (2.0,)},
-    "react": {
-        **dict.fromkeys(("Action:", "Action Input:"), (2.0, 2.0)),
-        **dict.fromkeys(("Thought:", "Final Answer:"), (1.0, 1.0)),
-        "Observation:": (2.0, 0.0),
-    },
-    "qwen": {
-        **dict.fromkeys(("✿FUNCTION✿:", "✿ARGS✿:"), (2.0, 2.0)),
-        "✿RETURN✿:": (1.0, 1.0),
-        "✿RESULT✿:": (2.0, 0.0),
-    },
-}
 
 
-def read_swift(moved: Moved, folder: Path) -> None:
+def read_swift(moved: Moved) -> None:
     """Translate the command's flags."""
-    if old := [name for name in _OF_VERSION_2 if name in moved.values]:
-        moved.values = {_OF_VERSION_2.get(name, name): value for name, value in moved.values.items()}
+    of_version_2 = values_of("swift_2")
+    if old := [name for name in of_version_2 if name in moved.values]:
+        moved.values = {of_version_2.get(name, name): value for name, value in moved.values.items()}
         moved.values.setdefault("warmup_ratio", 0.05)
         dtype = str(moved.values.get("torch_dtype", ""))
         moved.values["torch_dtype"] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype)
@@ -138,10 +116,11 @@ def _read_learnt(moved: Moved, trains_texts: bool) -> None:
     parts = re.split(r"[+,]", scale)
     if "all" in parts and not trains_texts:
         moved.put("prompts", "learn")
-    for name in [part for part in parts if part in _SCALES]:
-        moved.put("weights", {**moved.words.get("weights", {}), **_patterns(_SCALES[name])})
+    scales = page("values")["scales"]
+    for name in [part for part in parts if part in scales]:
+        moved.put("weights", {**moved.words.get("weights", {}), **_patterns(scales[name])})
         moved.differ(f"loss_scale={name}: a step's loss is divided by the sum of the weights here, there by the tokens")
-    if {*parts} - {"default", "last_round", "ignore_empty_think", "none", "all", *_SCALES} and not trains_texts:
+    if {*parts} - {"default", "last_round", "ignore_empty_think", "none", "all", *scales} and not trains_texts:
         moved.lack("loss_scale", "weights has factors by patterns of the assistant's turns")
     if trains_texts:
         moved.differ("messages of a chat are joined without a template there, and learnt whole; here one renders them")
@@ -197,7 +176,7 @@ def _read_data(moved: Moved) -> None:
             moved.lack(key, "tokens that ms-swift wrote are not read: give the raw files")
 
 
-def _patterns(scale: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
+def _patterns(scale: Mapping[str, list[float]]) -> dict[str, float]:
     """Return weights by patterns: of a key, and of the text after it."""
     keys, found = "|".join(map(re.escape, scale)), dict[str, float]()
     for key, (own, *after) in scale.items():
@@ -211,7 +190,7 @@ def _tokens_of(moved: Moved, token: str) -> list[str]:
     """Return a token, or those of a file's lines."""
     if not token.endswith(".txt"):
         return [token]
-    path = next((each for root in moved.folders if (each := root / token).is_file()), None)
+    path = moved.file(token)
     if path is None:
         moved.lack("new_special_tokens", f"{token} is not here: name its lines")
         return []

@@ -48,7 +48,9 @@ class Rule:
 FREE, READ = Rule(), Rule(is_read=True)
 
 
-def _page(name: str) -> dict[str, Any]:
+@cache
+def page(name: str) -> Mapping[str, Any]:
+    """Return `tables/NAME.yaml` as it is written."""
     import yaml  # type: ignore[import-untyped]
 
     file = resources.files("verl_ext.tools.migrate").joinpath("tables", f"{name}.yaml")
@@ -62,7 +64,7 @@ def _ours(to: str | Mapping[str, Any]) -> Rule:
 
 @cache
 def _shared() -> Mapping[str, Rule]:
-    rows = _page("shared").items()
+    rows = page("shared").items()
     return {
         name: _ours(row)
         if "to" in row
@@ -78,32 +80,39 @@ def reason(name: str) -> str:
 
 
 @cache
+def values_of(section: str) -> Mapping[str, Any]:
+    """Return {another trainer's name: ours} of a section of values.yaml."""
+    rows = page("values")[section].items()
+    return {name: ours for several, ours in rows for name in several.split()}
+
+
+@cache
 def key_table(name: str) -> Mapping[str, Rule]:
     """Return {key of another trainer: its rule} of `tables/NAME.yaml`."""
-    page = _page(name)
+    sections = page(name)
     table: dict[str, Rule] = {}
 
     def add(rule: Rule, keys: str) -> None:
         table.update(dict.fromkeys(keys.split(), rule))
 
-    for other in page.get("like", "").split():
+    for other in sections.get("like", "").split():
         table.update(key_table(other))
-    for key in page.get("without", "").split():
+    for key in sections.get("without", "").split():
         del table[key]
-    for other in page.get("free_like", "").split():
+    for other in sections.get("free_like", "").split():
         add(FREE, " ".join(key_table(other)))
-    add(FREE, page.get("free", ""))
-    add(READ, page.get("read", ""))
-    for keys, usual in page.get("read_unless", {}).items():
+    add(FREE, sections.get("free", ""))
+    add(READ, sections.get("read", ""))
+    for keys, usual in sections.get("read_unless", {}).items():
         add(Rule(is_read=True, usual=tuple(usual.split())), keys)
-    for rule, keys in page.get("shared", {}).items():
+    for rule, keys in sections.get("shared", {}).items():
         add(_shared()[rule], keys)
-    for keys, ours in page.get("ours", {}).items():
+    for keys, ours in sections.get("ours", {}).items():
         add(_ours(ours), keys)
-    for row in page.get("lacking", ()):
+    for row in sections.get("lacking", ()):
         add(Rule(lacks=row["why"], idle=tuple(row.get("unless", "").split())), row["keys"])
-    for row in page.get("differing", ()):
+    for row in sections.get("differing", ()):
         add(Rule(differs=row["why"], idle=tuple(row.get("unless", "").split())), row["keys"])
-    for row in page.get("differing_unless", ()):
+    for row in sections.get("differing_unless", ()):
         add(Rule(differs=row["why"], usual=tuple(row["unless"].split())), row["keys"])
     return table

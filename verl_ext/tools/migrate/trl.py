@@ -1,16 +1,13 @@
 """TRL: the command `trl sft`, its script sft.py, or its YAML."""
 
-from pathlib import Path
-
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, listed, mapping, number
 from verl_ext.tools.migrate.tables import key_table
 
-NAME = "TRL"
 _RATES = {"dpo": 1e-6, "kto": 1e-6}
 
 
-def read_trl(moved: Moved, folder: Path, family: str = "sft") -> None:
+def read_trl(moved: Moved, family: str = "sft") -> None:
     """Translate the command's flags, or the YAML's keys.
 
     family: that of the command, sft, dpo or kto.
