@@ -11,12 +11,11 @@ from typing import Any
 from verl_ext.tools.migrate import hf_trainer
 from verl_ext.tools.migrate.line import Moved, mapping, number, shell_word
 from verl_ext.tools.migrate.reading import file_below, read_yaml
-from verl_ext.tools.migrate.tables import key_table
 
 
 def read_launcher(moved: Moved) -> None:
     """Translate the file alone: words for the command of a training."""
-    moved.take(key_table("accelerate"))
+    moved.take("accelerate")
     moved.ranks = moved.ranks or int(number(moved.get("num_processes"))) or None
     groups = _groups(moved.values)
     hf_trainer.put_split(moved, max((groups.get(name, 1) for name in ("sp_size", "cp_size")), key=number))

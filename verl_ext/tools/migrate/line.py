@@ -25,7 +25,7 @@ from verl_ext.files import write_text
 from verl_ext.options import DataError, UsageError, must, nearest_hint, spell
 from verl_ext.overrides import quoted
 from verl_ext.tools.migrate.reading import NUMBER, file_below
-from verl_ext.tools.migrate.tables import Rule
+from verl_ext.tools.migrate.tables import Rule, key_table, usual_values
 
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
 _PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
@@ -91,6 +91,7 @@ class Moved:
     Attributes:
         trainer: the trainer's name.
         values: its known keys and their values.
+        usual: what the trainer does without a key.
         words: {our key: value} of the command.
         ranks: the number of ranks, or None if nothing says it.
         folder: where the configuration lies.
@@ -100,6 +101,7 @@ class Moved:
         self, trainer: str, values: Mapping[str, Any], ranks: int | None = None, folder: Path = Path()
     ) -> None:
         self.trainer, self.values, self.ranks, self.folder = trainer, dict(values), ranks, folder
+        self.usual: dict[str, Any] = {}
         self.words: dict[str, Any] = {}
         self.problems: list[str] = []  # of the trainer's checks
         self.other: str | None = None  # the command of a configuration that trains nothing
@@ -112,8 +114,9 @@ class Moved:
         self._differences: list[str] = []
         self._work = ""
 
-    def take(self, known: Mapping[str, Rule]) -> None:
-        """Translate each key by its rule; name the keys without one."""
+    def take(self, table: str) -> None:
+        """Translate each key by its rule in a table; name the keys without one."""
+        known, self.usual = key_table(table), dict(usual_values(table))
         for key in [key for key in self.values if key not in known]:
             hint = nearest_hint(key, known).replace(" (", "; ").strip(")")
             self._unknown.append(f"{key}={spell(self.values.pop(key))}{hint}")
@@ -159,10 +162,16 @@ class Moved:
         """Say what is otherwise here."""
         self._differences += [line] * (line not in self._differences)
 
-    def get(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first of the names that is given."""
+    def has(self, *names: str) -> bool:
+        """Tell whether one of the names is given."""
         self._asked.update(names)
-        return next((self.values[name] for name in names if self.values.get(name) is not None), default)
+        return any(self.values.get(name) is not None for name in names)
+
+    def get(self, *names: str) -> Any:
+        """Return the value of the first of the names that is given, or what the trainer does without them."""
+        self._asked.update(names)
+        values = (values[name] for values in (self.values, self.usual) for name in names if name in values)
+        return next((value for value in values if value is not None), None)
 
     def is_on(self, *names: str) -> bool:
         """Tell whether one of the names asks for something."""

@@ -8,7 +8,7 @@ from typing import Any
 from verl_ext.options import DataError, UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, mapping, number, split_names
-from verl_ext.tools.migrate.tables import key_table, reason
+from verl_ext.tools.migrate.tables import reason
 
 # {a name in `columns`: (ours, the record's field without it)}
 _COLUMNS = {
@@ -32,10 +32,10 @@ def read_llamafactory(moved: Moved) -> None:
     """Translate a YAML of version 0; its dataset_info.json stands below its folder."""
     if (stage := moved.values.get("stage", "sft")) not in ("sft", "pt", "dpo", "kto"):
         raise UsageError(must("stage", "be sft, pt, dpo or kto", f"{stage}: {preferences.ELSEWHERE}"))
-    moved.take(key_table("llamafactory"))
-    kind = str(moved.get("finetuning_type", default="lora"))
+    moved.take("llamafactory")
+    kind = str(moved.get("finetuning_type"))
     _read_data(moved)
-    moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
+    moved.put("data.max_tokens", moved.get("cutoff_len"))
     if stage in ("dpo", "kto"):
         _put_preferences(moved, stage)
     elif stage == "pt" and moved.get("packing") is not False:
@@ -50,31 +50,30 @@ def read_llamafactory(moved: Moved) -> None:
         )
     # What is trained.
     sources.differ_by_model(moved, "model_name_or_path")
-    sources.put_rope(moved, moved.get("cutoff_len", default=2048))
+    sources.put_rope(moved, moved.get("cutoff_len"))
     if kind == "lora":
-        rank = moved.get("lora_rank", default=8)
-        alpha = moved.get("lora_alpha", default=int(number(rank, 8) * 2))
+        rank = moved.get("lora_rank")
+        alpha = moved.get("lora_alpha") if moved.has("lora_alpha") else int(number(rank, 8) * 2)
         hf_trainer.put_lora(moved, rank, alpha, moved.get("lora_target"))
         if is_on(ratio := moved.get("loraplus_lr_ratio")):
             moved.put("optim.lr_of", {"lora_B": ratio})
     elif moved.words.pop("model.lora_adapter_path", None):
         moved.lack("adapter_name_or_path", "it is not merged into the model: model.path names one with it")
     if moved.is_on("quantization_bit"):
-        form, nested = moved.get("quantization_type", default="nf4"), moved.get("double_quantization", default=True)
-        hf_trainer.read_bits(moved, "quantization_bit", moved.get("quantization_method", default="bnb"), form, nested)
+        form, nested = moved.get("quantization_type"), moved.get("double_quantization")
+        hf_trainer.read_bits(moved, "quantization_bit", moved.get("quantization_method"), form, nested)
     if kind == "freeze":
         own = {name: moved.get(name) for name in ("freeze_trainable_layers", *_FROZEN)}
         put_frozen(moved, "finetuning_type", own)
     elif kind not in ("lora", "full"):
         moved.lack("finetuning_type", "all parameters are trained, or adapters; model.freeze leaves some out")
     _read_experts(moved)
-    hf_trainer.put_split(moved, moved.get("cp_size", "context_parallel_size", default=1))
+    hf_trainer.put_split(moved, moved.get("cp_size", "context_parallel_size"))
     packs = moved.is_on("neat_packing", "packing", "use_packed_sequences")
-    packs = packs or (stage == "pt" and moved.get("packing") is None)
-    rows = moved.get("per_device_train_batch_size", default=8)
-    steps = moved.get("gradient_accumulation_steps", default=1)
+    packs = packs or (stage == "pt" and not moved.has("packing"))
+    rows, steps = moved.get("per_device_train_batch_size"), moved.get("gradient_accumulation_steps")
     hf_trainer.read_batch(moved, rows, steps, packs)
-    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(5e-5))
+    hf_trainer.read_trainer(moved)
     if moved.is_on("use_muon"):
         moved.put("optim.optimizer", "Muon")
     if moved.is_on("use_swanlab"):
@@ -95,13 +94,13 @@ def read_llamafactory(moved: Moved) -> None:
 
 def _put_preferences(moved: Moved, stage: str) -> None:
     """Name the loss of answers, of which likelihoods count by their mean."""
-    name = "kto" if stage == "kto" else str(moved.get("pref_loss", default="sigmoid"))
-    options = {"beta": moved.get("pref_beta", default=0.1)}
+    name = "kto" if stage == "kto" else str(moved.get("pref_loss"))
+    options = {"beta": moved.get("pref_beta")}
     if name == "kto":
         options |= {"desirable_weight": moved.get("kto_chosen_weight")}
         options |= {"undesirable_weight": moved.get("kto_rejected_weight")}
     elif name == "simpo":
-        options |= {"margin": moved.get("simpo_gamma", default=0.5)}
+        options |= {"margin": moved.get("simpo_gamma")}
     elif name != "orpo":
         options |= {"label_smoothing": moved.get("dpo_label_smoothing")}
         if (tail := moved.get("ld_alpha")) is not None:
@@ -158,7 +157,7 @@ def put_template(moved: Moved) -> None:
 def _read_data(moved: Moved) -> None:
     """Translate the names of datasets by dataset_info.json."""
     info: dict[str, Any] | None = None
-    place = str(moved.get("dataset_dir", default="data"))
+    place = str(moved.get("dataset_dir"))
     for key, node in (("dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
         for name in split_names(moved.get(key)):
             info = info if info is not None else _dataset_info(moved, place)

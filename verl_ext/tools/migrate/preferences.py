@@ -44,33 +44,28 @@ def put_label(moved: Moved) -> None:
         moved.differ("columns.kto_tag=label is the field of an answer's label there; leave it out for pairs")
 
 
-def read_loss(
-    moved: Moved, key: str, loss_key: str, likelihood: str, betas: Mapping[str, float], family: str = "dpo"
-) -> None:
-    """Translate the keys that TRL and ms-swift share.
-
-    key, loss_key: the keys of a loss's family and of its form. likelihood: that of the weight of the preferred answers'
-    likelihood in DPO. betas: {a family: its β by default}, 0.1 for others. family: the one without a key.
-    """
-    family = str(moved.get(key, default=family))
-    forms = [str(form) for form in listed(moved.get(loss_key))]
+def read_loss(moved: Moved, family: str) -> None:
+    """Translate the keys that TRL and ms-swift share: the form of a family's loss, and its options."""
+    forms = [str(form) for form in listed(moved.get("loss_type"))]
     if len(forms) > 1:
-        moved.lack(loss_key, f"loss is one of {_losses()}, without sums of several")
+        moved.lack("loss_type", f"loss is one of {_losses()}, without sums of several")
     name = forms[0] if len(forms) == 1 and family in ("dpo", "cpo", "kto") else family
     if family == "cpo" and name != "simpo":
         name = "cpo" if name in ("sigmoid", "cpo") else f"cpo of {name}"
-    options = {"beta": moved.get("beta", default=betas.get(family, 0.1))}
+    beta = moved.get("beta")
+    options = {"beta": beta if beta is not None else 2.0 if family == "simpo" else 0.1}
     if name == "kto":
         options |= {side: moved.get(side) for side in ("desirable_weight", "undesirable_weight")}
         put_label(moved)
     elif name == "simpo":
-        options |= {"margin": moved.get("simpo_gamma"), "nll_weight": moved.get("cpo_alpha", default=1.0)}
+        likelihood = moved.get("cpo_alpha")
+        options |= {"margin": moved.get("simpo_gamma"), "nll_weight": 1.0 if likelihood is None else likelihood}
     elif name == "cpo":
         options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get("cpo_alpha")}
     elif name != "orpo":
-        options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get(likelihood)}
+        options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get("rpo_alpha")}
         if (tail := moved.get("ld_alpha")) is not None:
             options |= {"length": "common", "tail_weight": tail}
-    put_loss(moved, key if name == family else loss_key, name, options)
+    put_loss(moved, "rlhf_type" if name == family else "loss_type", name, options)
     if (reference := moved.get("ref_model", "ref_model_path")) is not None:
         moved.put("reference.path", reference)

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_ext.options import UsageError, must, spell
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, shell_word
-from verl_ext.tools.migrate.tables import key_table, reason, values_of
+from verl_ext.tools.migrate.tables import reason, values_of
 
 _QUANTIZES = ("export_quantization_bit", "quant_method")
 _COMPRESSES = "docs/guides/serving.md has the lines of llm-compressor, which quantizes a merged folder"
@@ -23,7 +23,7 @@ _RANKS = (32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes, abov
 
 def read_llamafactory_model(moved: Moved) -> None:
     """Translate a YAML that `chat` or `api` serve, or `export` writes."""
-    moved.take(key_table("llamafactory_served"))
+    moved.take("llamafactory_served")
     peft = mapping("peft_config", moved.get("peft_config"))
     own = {"adapter_name_or_path": "adapters", "export_dir": "folder", "export_size": "shard_gb"}
     moved.words |= {ours: peft[theirs] for theirs, ours in own.items() if is_on(peft.get(theirs))}
@@ -36,7 +36,7 @@ def read_swift_model(moved: Moved, writes: bool = False) -> None:
         raise UsageError(must("task_type", f"be causal_lm: {reason('classifies')}", task))
     if moved.is_on("to_cached_dataset"):
         raise UsageError("to_cached_dataset must stand before the training of its tokens: `verl-ext train` makes them")
-    moved.take(key_table("swift_served"))
+    moved.take("swift_served")
     if writes and moved.is_on("push_to_hub"):
         place = moved.words.get("folder") or next(iter(listed(moved.words.get("adapters"))), moved.words.get("model"))
         moved.become(
@@ -50,8 +50,8 @@ def read_swift_model(moved: Moved, writes: bool = False) -> None:
 
 def read_axolotl_model(moved: Moved, writes: bool = False) -> None:
     """Translate a YAML that `axolotl inference` or `axolotl merge-lora` read."""
-    moved.take(key_table("axolotl_served"))
-    place = str(moved.get("output_dir", default="./model-out"))
+    moved.take("axolotl_served")
+    place = str(moved.get("output_dir"))
     moved.words.setdefault("adapters", place)
     if writes:
         moved.words["folder"] = f"{place.rstrip('/')}/merged"

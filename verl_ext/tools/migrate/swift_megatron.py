@@ -5,7 +5,7 @@ from typing import Any
 
 from verl_ext.tools.migrate import swift
 from verl_ext.tools.migrate.line import Moved, is_on, listed, number
-from verl_ext.tools.migrate.tables import key_table, values_of
+from verl_ext.tools.migrate.tables import values_of
 
 _STEPS = "gradient_accumulation_steps"
 _SCHEDULES = {"wsd": "warmup_stable_decay"}
@@ -13,7 +13,7 @@ _SCHEDULES = {"wsd": "warmup_stable_decay"}
 
 def read_megatron(moved: Moved) -> None:
     """Translate the command's flags."""
-    moved.take(key_table("swift_megatron"))
+    moved.take("swift_megatron")
     values, known = moved.values, dict(moved.values)
     # For a while the values stand under the names of `swift sft`.
     for theirs, name in values_of("megatron").items():
@@ -21,14 +21,14 @@ def read_megatron(moved: Moved) -> None:
             values[name] = _renamed(moved, theirs, value)
     # A step counts the rows of all ranks there too.
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    group = math.prod(max(int(number(moved.get(name, default=1), 1.0)), 1) for name in sizes)
+    group = math.prod(max(int(number(moved.get(name), 1.0)), 1) for name in sizes)
     ranks, moved.ranks = moved.ranks, moved.ranks or group
-    rows = int(number(moved.get("global_batch_size", default=16), 16.0))
-    micro = max(int(number(moved.get("micro_batch_size", default=1), 1.0)), 1)
+    rows = int(number(moved.get("global_batch_size"), 16.0))
+    micro = max(int(number(moved.get("micro_batch_size"), 1.0)), 1)
     values[_STEPS] = max(rows // (micro * max(moved.ranks // group, 1)), 1)
-    if str(moved.get("recompute_granularity", default="selective")) == "none":
+    if str(moved.get("recompute_granularity")) == "none":
         values["gradient_checkpointing"] = False
-    swift.read_swift_keys(moved, "full")
+    swift.read_swift_keys(moved)
     moved.ranks = ranks
     moved.put("data.train_batch_size", rows)
     if is_on(least := moved.get("min_lr")):

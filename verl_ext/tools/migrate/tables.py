@@ -11,8 +11,10 @@ A table has these sections, in which several keys stand between spaces:
     lacking       why there is no equivalent, the keys, and by `unless` the values that ask for nothing
     differing     what is otherwise here; `unless` as before
     differing_unless   what is otherwise here with every value but the usual ones
+    usual         {a key: what the trainer does without it}, where that is not nothing
 """
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -84,6 +86,14 @@ def values_of(section: str) -> Mapping[str, Any]:
     """Return {another trainer's name: ours} of a section of values.yaml."""
     rows = page("values")[section].items()
     return {name: ours for several, ours in rows for name in several.split()}
+
+
+@cache
+def usual_values(name: str) -> Mapping[str, Any]:
+    """Return {key of another trainer: what it does without that key} of `tables/NAME.yaml`."""
+    sections = page(name)
+    inherited = (usual_values(other) for other in sections.get("like", "").split())
+    return dict(ChainMap(sections.get("usual", {}), *inherited))
 
 
 @cache
