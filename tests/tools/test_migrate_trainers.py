@@ -346,7 +346,7 @@ def outcome(read, values: dict[str, object], folder: Path) -> object:
 
 @pytest.mark.parametrize(
     ("trainer", "key"),
-    [(name, key) for name, (table, *_) in RICH.items() for key, rule in table.items() if rule.is_read],
+    [(name, key) for name, (table, *_) in RICH.items() for key, rule in table.items() if rule.read],
 )
 def test_each_key_that_is_read_changes_the_command_or_its_comments(trainer, key, tmp_path):
     of_llamafactory(tmp_path)

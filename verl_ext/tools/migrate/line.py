@@ -25,7 +25,7 @@ from verl_ext.files import write_text
 from verl_ext.options import DataError, UsageError, must, nearest_hint, spell
 from verl_ext.overrides import quoted
 from verl_ext.tools.migrate.reading import NUMBER, file_below
-from verl_ext.tools.migrate.tables import Rule, key_table, usual_values
+from verl_ext.tools.migrate.tables import key_table, usual_values
 
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
 _PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
@@ -78,13 +78,6 @@ def mapping(key: str, value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _is_said(rule: Rule, value: Any) -> bool:
-    """Tell whether a value of a key is worth a comment."""
-    if rule.usual:
-        return value is not None and str(value).lower() not in rule.usual
-    return is_on(value) and str(value).lower() not in rule.idle
-
-
 class Moved:
     """What a trainer's keys become.
 
@@ -121,18 +114,19 @@ class Moved:
             hint = nearest_hint(key, known).replace(" (", "; ").strip(")")
             self._unknown.append(f"{key}={spell(self.values.pop(key))}{hint}")
         for key, value in self.values.items():
-            rule = known[key]
-            ours = (split_names(value) or None) if rule.is_names else rule.values.get(str(value).lower(), value)
+            rule, word = known[key], str(value).lower()
+            ours = (split_names(value) or None) if rule.names else rule.values.get(word, value)
+            asks = value is not None and word not in rule.all_but if rule.all_but else is_on(value)
             if rule.to is not None and ours not in (None, ""):
                 self.put(rule.to, ours)
-            elif (rule.lacks or rule.differs) and _is_said(rule, value):
+            elif (rule.lacks or rule.differs) and asks and word not in rule.unless:
                 if rule.lacks:
                     self.lack(key, rule.lacks)
                 else:
                     self._other.append(key)
                     self.differ(f"{key}={spell(value)}: {rule.differs}")
             else:
-                (self._read if rule.is_read and str(value).lower() not in rule.usual else self._free).append(key)
+                (self._read if rule.read and word not in rule.all_but else self._free).append(key)
 
     def put(self, key: str, value: Any) -> None:
         """Give one of our keys a value."""
