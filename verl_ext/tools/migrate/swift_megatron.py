@@ -13,7 +13,7 @@ _SCHEDULES = {"wsd": "warmup_stable_decay"}
 
 def read_megatron(moved: Moved) -> None:
     """Translate the command's flags."""
-    moved.take("swift_megatron")
+    moved.take("megatron")
     values, known = moved.values, dict(moved.values)
     # For a while the values stand under the names of `swift sft`.
     for theirs, name in values_of("megatron").items():
