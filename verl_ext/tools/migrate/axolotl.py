@@ -8,7 +8,7 @@ from typing import Any
 from verl_ext.options import DataError, UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number
-from verl_ext.tools.migrate.tables import reason
+from verl_ext.tools.migrate.tables import page, reason
 
 _NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
 
@@ -18,12 +18,6 @@ _SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size", "tensor
 _TEMPLATES = "axolotl:utils/chat_templates/templates"
 _TEXTS = ("completion", "pretrain")
 _CHATS = ("", "None", "chat_template", "sharegpt")
-_ENTRY = (  # what is read of a data set, or needs nothing
-    *("path", "name", "split", "type", "data_files", "ds_type", "field", "text_column", "field_messages"),
-    *("field_tools", "roles_to_train", "train_on_eos", "message_property_mappings", "trust_remote_code"),
-    *("message_field_role", "message_field_content", "field_thinking", "template_thinking_key", "roles"),
-    *("field_chosen", "field_rejected", "message_field_training", "message_field_training_detail", "conversation"),
-)
 
 
 def read_axolotl(moved: Moved) -> None:
@@ -224,7 +218,7 @@ def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) ->
     sources.put_data(moved, key, node, place, entry.get("name"), entry.get("split"), path)
     # Its fields.
     why = f"{path}: no source has"
-    moved.lack_others(key, why, entry, _ENTRY)
+    moved.lack_others(key, why, entry, page("axolotl")["entry"].split())
     columns = {"messages": entry.get("field_messages"), "tools": entry.get("field_tools")}
     columns |= {side: entry.get(f"field_{side}") for side in ("chosen", "rejected")}
     if isinstance(kind, Mapping):

@@ -158,9 +158,9 @@ def _read_rate(moved: Moved, rounds: str) -> None:
         moved.words.setdefault("optim.num_cycles", 1)
     # Since transformers 5 `warmup_steps` below 1 is a share.
     steps, share = moved.get("warmup_steps"), moved.get("warmup_ratio")
-    if kind != "constant" and 0 < number(steps) < 1:
-        moved.put("optim.lr_warmup_steps_ratio", steps)
-    elif kind != "constant" and is_on(steps):
+    if 0 < number(steps) < 1:
+        steps, share = None, steps
+    if kind != "constant" and is_on(steps):
         moved.put("optim.lr_warmup_steps", steps)
     elif kind != "constant" and is_on(share):
         moved.put("optim.lr_warmup_steps_ratio", share)

@@ -48,13 +48,6 @@ def is_on(value: Any) -> bool:
     return not (value in (None, False, [], {}, 0) or str(value).lower() in ("", "null", "none", "false", "no"))
 
 
-def is_ours(key: str) -> bool:
-    """Tell whether `verl-ext train` has a key, of the trainer or of `tokenize`."""
-    from verl_ext.config import schema  # here, because it imports torch and verl, which takes seconds
-
-    return key.partition(".")[0] in tokenize_keys() or schema.is_known(key) or key in schema.groups()
-
-
 def tokenize_keys() -> set[str]:
     """Return the keys of a command that are of `tokenize`."""
     return {*known_options(TokenizeOptions)} - {"model", "sources"}

@@ -8,23 +8,8 @@ from typing import Any
 from verl_ext.options import DataError, UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, mapping, number, split_names
-from verl_ext.tools.migrate.tables import reason
+from verl_ext.tools.migrate.tables import reason, values_of
 
-# {a name in `columns`: (ours, the record's field without it)}
-_COLUMNS = {
-    "prompt": ("instruction", "instruction"),
-    "query": ("input", "input"),
-    "response": ("response", "output"),
-    "messages": ("messages", "conversations"),
-    **{name: (name, name) for name in ("system", "tools", "history", "chosen", "rejected", "kto_tag")},
-}
-_ROLES = {
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-    "observation_tag": "tool",
-    "function_tag": "function_call",
-    "system_tag": "system",
-}
 _PLACES = ("hf_hub_url", "ms_hub_url", "file_name")
 
 
@@ -210,7 +195,8 @@ def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, 
     tags = mapping(f"{name}.tags of dataset_info.json", entry.get("tags"))
     is_chat, is_text = entry.get("formatting", "alpaca") != "alpaca", moved.get("stage") == "pt"
     named = {}
-    for field, (ours, usual) in _COLUMNS.items():
+    known = values_of("llamafactory_columns")
+    for field, (ours, usual) in known.items():
         if is_text and field == "prompt":
             named["text"] = columns.get(field)
         elif columns.get(field) != usual and not (is_chat and field in ("prompt", "query", "response")):
@@ -218,7 +204,8 @@ def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, 
     sources.put_columns(moved, key, name, named)
     # What no source has.
     names = {field: tags.get(f"{field}_tag") for field in ("role", "content")}
-    sources.put_message_names(moved, key, name, names, {str(tags[tag]): _ROLES[tag] for tag in _ROLES if tags.get(tag)})
-    moved.lack_others(key, f"{name}: no field is read as", columns, _COLUMNS)
-    known = (*_PLACES, "columns", "tags", "formatting", "ranking", "subset", "split")
-    moved.lack_others(key, f"{name}: no source has", entry, (*known, *["num_samples"] * (node == "data.sources")))
+    roles = values_of("llamafactory_roles").items()
+    sources.put_message_names(moved, key, name, names, {str(tags[tag]): ours for tag, ours in roles if tags.get(tag)})
+    moved.lack_others(key, f"{name}: no field is read as", columns, known)
+    read = (*_PLACES, "columns", "tags", "formatting", "ranking", "subset", "split")
+    moved.lack_others(key, f"{name}: no source has", entry, (*read, *["num_samples"] * (node == "data.sources")))

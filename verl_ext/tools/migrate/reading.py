@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from verl_ext.options import DataError, first_line, must
 WORD = re.compile(
     r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
 )
-END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
+_END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
+_SETTING = re.compile(r"\w+=.*", re.DOTALL)  # of a variable, before a command
 _RANKS = re.compile(r"(?:--nproc[_-]per[_-]node|--num[_-]processes)(?:=(.+))?")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 # Variables of the environment by which ms-swift reads images, videos and sounds.
@@ -56,6 +58,16 @@ def unquoted(word: str) -> str:
     with suppress(ValueError):
         kept = "".join(shlex.split(kept))
     return re.sub(r"\x00(\d+)\x00", lambda match: hidden[int(match[1])], kept)
+
+
+def end_of(words: Sequence[str], start: int = 0) -> int:
+    """Return the number of the first word that is not of the command any more."""
+    return next((number for number in range(start, len(words)) if _END.fullmatch(words[number])), len(words))
+
+
+def settings_of(words: Sequence[str]) -> list[str]:
+    """Return the variables that are set before a command."""
+    return [*takewhile(_SETTING.fullmatch, words)]
 
 
 def flags_of(words: Sequence[str]) -> dict[str, Any]:

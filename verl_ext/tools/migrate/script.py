@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import eq, ge, gt, le, lt, ne
 
 from verl_ext.options import UsageError, must
-from verl_ext.tools.migrate.reading import END, IMAGE_SETTINGS, WORD, unquoted
+from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, WORD, end_of, unquoted
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"""(?<![^\s;])([A-Za-z_]\w*)(\+?)=\(((?:[^()'"]|'[^']*'|"(?:\\.|[^"\\])*"|\$\([^()]*\))*)\);?""")
@@ -74,7 +74,7 @@ class Script:
             pieces = [(match[1], ";") if (match := ends.fullmatch(word)) else (word,) for word in WORD.findall(line)]
             words = [word for each in pieces for word in each]
             while words:
-                end = next((number for number, word in enumerate(words) if END.fullmatch(word)), len(words))
+                end = end_of(words)
                 self._read(words[:end])
                 self._end_of_one()
                 if words[0] in ("[", "[[") and words[end : end + 1] in (["&&"], ["||"]):
