@@ -87,29 +87,14 @@ def of_llamafactory(folder: Path, **changes: object) -> str:
 def test_llamafactory_has_the_data_sets_of_its_registry_adapters_and_packs_of_all_ranks(tmp_path, capsys):
     start, keys, comments = migrated(capsys, of_llamafactory(tmp_path), "nproc=4")
     assert start == ["verl-ext", "train"]
-    assert keys == {
-        "nproc": "4",
-        "model.path": "Qwen/Qwen3-4B",
-        "data.sources.chats": "hf://datasets/owner/chats",
-        "columns.messages": "turns",
-        "data.sources.sums": "data/sums.json",
-        "sample.sums": "100",
-        "data.max_tokens": "8192",
-        "data.over_length": "truncate",
-        "empty_reasoning": "learn",
-        "model": "lora",
-        "model.lora_rank": "16",
-        "model.lora_alpha": "32",
-        "model.target_modules": "[q_proj,v_proj]",
-        "data.train_batch_size": "32",
-        "data.micro_batch_size_per_gpu": "2",
-        "optim.lr": "1e-4",
-        "optim.lr_scheduler_type": "cosine",
-        "optim.lr_warmup_steps_ratio": "0.1",
-        "optim.weight_decay": "0.0",
-        "trainer.total_epochs": "3",
-        "trainer.save_freq": "500",
-    }
+    wanted = """
+        nproc=4 model.path=Qwen/Qwen3-4B data.sources.chats=hf://datasets/owner/chats columns.messages=turns
+        data.sources.sums=data/sums.json sample.sums=100 data.max_tokens=8192 data.over_length=truncate
+        empty_reasoning=learn model=lora model.lora_rank=16 model.lora_alpha=32 model.target_modules=[q_proj,v_proj]
+        data.train_batch_size=32 data.micro_batch_size_per_gpu=2 optim.lr=1e-4 optim.lr_scheduler_type=cosine
+        optim.lr_warmup_steps_ratio=0.1 optim.weight_decay=0.0 trainer.total_epochs=3 trainer.save_freq=500
+    """
+    assert {f"{key}={value}" for key, value in keys.items()} == {*wanted.split()}
     assert comments[0] == "15 keys of LLaMA-Factory: 14 in the command, 1 need nothing"
     assert "differs: num_train_epochs not given: LLaMA-Factory's default is 3, ours is 1" in comments
     assert (
