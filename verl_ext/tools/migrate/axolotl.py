@@ -135,16 +135,9 @@ def _put_preferences(moved: Moved) -> None:
     if len(forms) > 1:
         moved.lack("dpo_loss_type", "loss is one loss, without sums of several")
     name = str(forms[0]) if len(forms) == 1 and family == "dpo" else family
-    beta = mapping("trl", moved.get("trl")).get("beta")
-    options = {"beta": beta if beta is not None else moved.get("rl_beta", "dpo_beta", "orpo_alpha")}
+    options = preferences.options_of(moved, family, mapping("trl", moved.get("trl")).get("beta"))
     if family == "kto":
-        options |= {side: moved.get(f"kto_{side}") for side in ("desirable_weight", "undesirable_weight")}
         preferences.put_label(moved)
-    elif family == "simpo":
-        options |= {"margin": moved.get("simpo_gamma"), "nll_weight": moved.get("cpo_alpha")}
-    elif family in ("dpo", "ipo"):
-        smoothing = {"label_smoothing": moved.get("dpo_label_smoothing")} if family == "dpo" else {}
-        options |= {**smoothing, "nll_weight": moved.get("rpo_alpha")}
     preferences.put_loss(moved, "rl" if name == family else "dpo_loss_type", name, options)
     moved.differ("an answer follows its role's line there, without the empty thinking block that a template may print")
 

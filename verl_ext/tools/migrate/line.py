@@ -25,7 +25,7 @@ from verl_ext.files import write_text
 from verl_ext.options import DataError, UsageError, must, nearest_hint, spell
 from verl_ext.overrides import quoted
 from verl_ext.tools.migrate.reading import NUMBER, file_below
-from verl_ext.tools.migrate.tables import key_table, usual_values
+from verl_ext.tools.migrate.tables import key_table, section
 
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
 _PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
@@ -78,6 +78,7 @@ class Moved:
         trainer: the trainer's name.
         values: its known keys and their values.
         usual: what the trainer does without a key.
+        answers: {a loss of answers: {its option: the keys}} of the trainer.
         words: {our key: value} of the command.
         ranks: the number of ranks, or None if nothing says it.
         folder: where the configuration lies.
@@ -88,6 +89,7 @@ class Moved:
     ) -> None:
         self.trainer, self.values, self.ranks, self.folder = trainer, dict(values), ranks, folder
         self.usual: dict[str, Any] = {}
+        self.answers: Mapping[str, Mapping[str, str]] = {}
         self.words: dict[str, Any] = {}
         self.problems: list[str] = []  # of the trainer's checks
         self.other: str | None = None  # the command of a configuration that trains nothing
@@ -102,7 +104,7 @@ class Moved:
 
     def take(self, table: str) -> None:
         """Translate each key by its rule in a table; name the keys without one."""
-        known, self.usual = key_table(table), dict(usual_values(table))
+        known, self.usual, self.answers = key_table(table), section(table, "usual"), section(table, "answers")
         for key in [key for key in self.values if key not in known]:
             hint = nearest_hint(key, known).replace(" (", "; ").strip(")")
             self._unknown.append(f"{key}={spell(self.values.pop(key))}{hint}")

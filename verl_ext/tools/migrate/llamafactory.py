@@ -80,20 +80,11 @@ def read_llamafactory(moved: Moved) -> None:
 def _put_preferences(moved: Moved, stage: str) -> None:
     """Name the loss of answers, of which likelihoods count by their mean."""
     name = "kto" if stage == "kto" else str(moved.get("pref_loss"))
-    options = {"beta": moved.get("pref_beta")}
-    if name == "kto":
-        options |= {"desirable_weight": moved.get("kto_chosen_weight")}
-        options |= {"undesirable_weight": moved.get("kto_rejected_weight")}
-    elif name == "simpo":
-        options |= {"margin": moved.get("simpo_gamma")}
-    elif name != "orpo":
-        options |= {"label_smoothing": moved.get("dpo_label_smoothing")}
-        if (tail := moved.get("ld_alpha")) is not None:
-            options |= {"length": "common", "tail_weight": tail}
-    if is_on(likelihood := moved.get("pref_ftx")):
-        options |= {"nll_weight": likelihood}
-    if name == "orpo" or is_on(likelihood):
-        options |= {"nll_mode": "sequence"}
+    options = preferences.options_of(moved, name)
+    if not is_on(options["nll_weight"]):
+        del options["nll_weight"]
+    if name == "orpo" or "nll_weight" in options:
+        options["nll_mode"] = "sequence"
     preferences.put_loss(moved, "pref_loss", name, options)
 
 

@@ -37,6 +37,20 @@ def _losses() -> str:
     return ", ".join(sorted({*values_of("losses").values()}))
 
 
+def options_of(moved: Moved, loss: str, beta: Any = None) -> dict[str, Any]:
+    """Return {option of a loss: its value or None} by the section `answers` of the trainer's table.
+
+    beta: the loss's β if another key than the table's has it.
+    """
+    options: dict[str, Any] = {}
+    for option, keys in moved.answers.get(loss, moved.answers["others"]).items():
+        value = beta if option == "beta" and beta is not None else moved.get(*keys.split())
+        if option == "tail_weight" and value is not None:  # the answers' common length counts as a whole
+            options["length"] = "common"
+        options[option] = value
+    return options
+
+
 def put_label(moved: Moved) -> None:
     """Name the field of an answer's label."""
     if not {"columns", "columns.kto_tag"} & moved.words.keys():
@@ -52,20 +66,13 @@ def read_loss(moved: Moved, family: str) -> None:
     name = forms[0] if len(forms) == 1 and family in ("dpo", "cpo", "kto") else family
     if family == "cpo" and name != "simpo":
         name = "cpo" if name in ("sigmoid", "cpo") else f"cpo of {name}"
-    beta = moved.get("beta")
-    options = {"beta": beta if beta is not None else 2.0 if family == "simpo" else 0.1}
+    if family == "simpo":
+        moved.usual["beta"] = 2.0
+    if name == "simpo":
+        moved.usual["cpo_alpha"] = 1.0
+    options = options_of(moved, name)
     if name == "kto":
-        options |= {side: moved.get(side) for side in ("desirable_weight", "undesirable_weight")}
         put_label(moved)
-    elif name == "simpo":
-        likelihood = moved.get("cpo_alpha")
-        options |= {"margin": moved.get("simpo_gamma"), "nll_weight": 1.0 if likelihood is None else likelihood}
-    elif name == "cpo":
-        options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get("cpo_alpha")}
-    elif name != "orpo":
-        options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get("rpo_alpha")}
-        if (tail := moved.get("ld_alpha")) is not None:
-            options |= {"length": "common", "tail_weight": tail}
     put_loss(moved, "rlhf_type" if name == family else "loss_type", name, options)
     if (reference := moved.get("ref_model", "ref_model_path")) is not None:
         moved.put("reference.path", reference)

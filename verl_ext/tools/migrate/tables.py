@@ -9,6 +9,7 @@ A table has these sections, in which several keys stand between spaces:
     ours        {keys: our key, or a rule}
     rules       further rules, each with its `keys`
     usual       {a key: what the trainer does without it}, where that is not nothing
+    answers     {a loss of answers, or `others`: {its option: the keys that have it}}
 """
 
 from collections import ChainMap
@@ -79,12 +80,11 @@ def values_of(section: str) -> Mapping[str, Any]:
     return {name: ours for several, ours in rows for name in several.split()}
 
 
-@cache
-def usual_values(name: str) -> Mapping[str, Any]:
-    """Return {key of another trainer: what it does without that key} of `tables/NAME.yaml`."""
+def section(name: str, of: str) -> dict[str, Any]:
+    """Return a mapping of `tables/NAME.yaml`, with what the tables that it is like have there."""
     sections = page(name)
-    inherited = (usual_values(other) for other in sections.get("like", "").split())
-    return dict(ChainMap(sections.get("usual", {}), *inherited))
+    inherited = (section(other, of) for other in sections.get("like", "").split())
+    return dict(ChainMap(sections.get(of, {}), *inherited))
 
 
 @cache
