@@ -252,6 +252,7 @@ ROWS = [
     ("llamafactory", {"finetuning_type": "lora", "quantization_bit": 8}, {"model.quantization": None}, ""),
     ("llamafactory", {"quantization_bit": 4, "quantization_method": "hqq"}, {}, "lacks quantization_bit"),
     ("swift", {"quant_bits": 4, "quant_method": "bnb", "tuner_type": "lora"}, NF4, ""),
+    ("swift", {"quant_method": "awq"}, {}, "lacks quant_method"),
     ("swift", {"quant_bits": 4, "quant_method": "bnb", "bnb_4bit_quant_type": "fp4"}, {}, "lacks quant_bits"),
     ("trl", {"use_peft": True, "load_in_4bit": True}, {**NF4, "model.quantization_nested": None}, ""),
     ("trl", {"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}, NF4, ""),

@@ -10,8 +10,6 @@ from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number
 from verl_ext.tools.migrate.tables import page, reason
 
-_NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
-
 # Plugins whose work is done here, or that have keys of their own; sizes whose product are the ranks.
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab", "expert_parallel")
 _SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size", "tensor_parallel_size")
@@ -144,15 +142,12 @@ def _put_preferences(moved: Moved) -> None:
 
 def _read_run(moved: Moved) -> None:
     """Translate length, rate, saves and trackers by the Trainer's names."""
-    values, known = moved.values, dict(moved.values)
-    # For a while the values stand under the Trainer's names, with axolotl's defaults.
-    for theirs, trainers in _NAMES.items():
-        values[trainers] = moved.get(theirs)
+    moved.adopt({"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"})
     _read_warmup(moved)
     if not moved.has("save_steps", "save_strategy"):
-        values["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
-    if values.get("eval_steps") is not None:
-        values["eval_strategy"] = "steps"
+        moved.adopted["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
+    if moved.values.get("eval_steps") is not None:
+        moved.adopted["eval_strategy"] = "steps"
     if moved.validates and moved.is_on("evals_per_epoch"):
         moved.put("trainer.tests_per_epoch", moved.get("evals_per_epoch"))
     if moved.is_on("saves_per_epoch"):
@@ -160,9 +155,8 @@ def _read_run(moved: Moved) -> None:
     if not moved.has("save_total_limit"):
         moved.differ("save_total_limit not given: axolotl keeps the last 4 checkpoints, a run here all")
     moved.put("trainer.max_ckpt_to_keep", moved.get("save_total_limit") or 4)
-    values["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
+    moved.adopted["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
     hf_trainer.read_trainer(moved, idles=True, rounds="down, and one step to 2")
-    moved.restore(known, {trainers: theirs for theirs, trainers in _NAMES.items()})
     # What the Trainer has no name for.
     if is_on(eta := moved.get("eta_min")) and number(moved.words.get("optim.lr")):
         moved.put("optim.min_lr_ratio", number(eta) / number(moved.words["optim.lr"]))
@@ -176,12 +170,12 @@ def _read_warmup(moved: Moved) -> None:
     """Give the Trainer a warm-up: a share is rounded down, one step becomes two, and a default ends at 100."""
     most = math.inf
     if not moved.has("warmup_steps", "warmup_ratio"):
-        moved.values["warmup_ratio"], most = 0.03, 100
+        moved.adopted["warmup_ratio"], most = 0.03, 100
         moved.differ("no warm-up is given: axolotl's default is 3 % of the run, at most 100 steps")
     whole = number(moved.get("max_steps"))
     if not moved.has("warmup_steps") and whole > 0:
-        steps = min(int(number(moved.values.pop("warmup_ratio")) * whole), most)
-        moved.values["warmup_steps"] = 2 if steps == 1 else steps
+        steps = min(int(number(moved.get("warmup_ratio")) * whole), most)
+        moved.adopted |= {"warmup_ratio": None, "warmup_steps": 2 if steps == 1 else steps}
 
 
 def _read_data(moved: Moved) -> None:

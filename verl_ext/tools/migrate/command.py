@@ -37,7 +37,7 @@ from verl_ext.tools.migrate.tables import page
 
 
 class Reader(NamedTuple):
-    """A trainer's name, the function that reads keys of its, and whether they train."""
+    """A trainer's name, the function that reads its keys, and whether they are of a training."""
 
     trainer: str
     read: Callable[[Moved], None]
@@ -163,7 +163,7 @@ def _program_of(text: str, folder: Path) -> _Program:
     refused = None
     for words in commands_of(text):
         line = " ".join(words)
-        if re.match(r"(\w+=\S* )*(echo|printf)\b", line):
+        if re.match(r"(\w+=\S* )*(echo|printf)\b", line):  # it shows a command and starts none
             continue
         found = ((row, match) for row in page("programs")["commands"] if (match := re.search(row["words"], line)))
         row, match = next(found, (None, None))
@@ -172,6 +172,7 @@ def _program_of(text: str, folder: Path) -> _Program:
         if "reader" not in row:
             refused = refused or match[0].strip()
             continue
+        # What the command itself says wins over its file, its launcher and its program.
         start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
         reader, values = _with_file(row["reader"], words[start:], folder)
         launched = launcher.launched_by(words[:start], folder)
@@ -182,6 +183,7 @@ def _program_of(text: str, folder: Path) -> _Program:
         if READERS[reader].trainer == "ms-swift":
             values |= dict(word.split("=", 1) for word in words[:start] if word.startswith(IMAGE_SETTINGS))
         programs.append(_Program(reader, values, int(ranks) if ranks.isdigit() else None))
+    # A script may export or serve what it has trained; its training is translated.
     training = [each for each in programs if READERS[each.reader].trains]
     if len(training) > 1:
         print(f"note: the first of {len(training)} commands that train is translated", file=sys.stderr)
@@ -237,7 +239,8 @@ def _problems(moved: Moved) -> list[str]:
     sources = words_of(words, NODES.values())
     encoding = words_of(words, tokenize_keys())
     problems: list[str] = []
-    new = Path(gettempdir()) / uuid4().hex  # nothing is written
+    # What `tokenize` refuses; it writes nothing here, because its options alone are read.
+    new = Path(gettempdir()) / uuid4().hex
     if not words_of(words, ["data.sources"]):
         problems.append("data.sources is required: the command names no data")
     try:
@@ -245,6 +248,7 @@ def _problems(moved: Moved) -> list[str]:
         read_options(TokenizeOptions, [*given, *encoding, "model.path=owner/name", f"output_dir={new}"])
     except ValueError as error:
         problems += str(error).splitlines() if given else []
+    # What the trainer refuses, on a CPU, where no device is looked for.
     overrides = [word for word in words if word not in sources and word not in encoding]
     validates = ["data.val_dir=DIR"] * moved.validates
     ranks = moved.ranks or int(moved.words.get("engine.ulysses_sequence_parallel_size", 1))

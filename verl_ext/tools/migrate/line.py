@@ -79,6 +79,7 @@ class Moved:
         values: its known keys and their values.
         usual: what the trainer does without a key.
         answers: {a loss of answers: {its option: the keys}} of the trainer.
+        adopted: values by the names of another trainer, whose function reads them in place of the trainer's own.
         words: {our key: value} of the command.
         ranks: the number of ranks, or None if nothing says it.
         folder: where the configuration lies.
@@ -90,6 +91,8 @@ class Moved:
         self.trainer, self.values, self.ranks, self.folder = trainer, dict(values), ranks, folder
         self.usual: dict[str, Any] = {}
         self.answers: Mapping[str, Mapping[str, str]] = {}
+        self.adopted: dict[str, Any] = {}
+        self._own_names: dict[str, str] = {}
         self.words: dict[str, Any] = {}
         self.problems: list[str] = []  # of the trainer's checks
         self.other: str | None = None  # the command of a configuration that trains nothing
@@ -132,8 +135,11 @@ class Moved:
         self.other, self._work = line, what
 
     def lack(self, key: str, why: str) -> None:
-        """Say that a key has no equivalent."""
-        reasons = self._lacks.setdefault(key, [])
+        """Say that a key has no equivalent, by the trainer's own name; an adopted value may have none."""
+        own = self._own_names.get(key, key)
+        if key in self.adopted and own not in self.values:
+            return
+        reasons = self._lacks.setdefault(own, [])
         reasons += [why] * (why not in reasons)
 
     def lack_others(self, key: str, why: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -141,11 +147,10 @@ class Moved:
         if others := [name for name, value in values.items() if name not in known and is_on(value)]:
             self.lack(key, f"{why} {', '.join(others)}")
 
-    def restore(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        """Give the trainer its own values again, and what lacks its names: {a name: the trainer's}."""
-        self.values = dict(values)
-        lacks = {names.get(key, key): reasons for key, reasons in self._lacks.items()}
-        self._lacks = {key: reasons for key, reasons in lacks.items() if key in values}
+    def adopt(self, names: Mapping[str, str]) -> None:
+        """Let another trainer's function read the values, by {the trainer's name: the other's}."""
+        self.adopted |= {other: self.get(own) for own, other in names.items()}
+        self._own_names |= {other: own for own, other in names.items()}
 
     def differ(self, line: str) -> None:
         """Say what is otherwise here."""
@@ -154,18 +159,21 @@ class Moved:
     def has(self, *names: str) -> bool:
         """Tell whether one of the names is given."""
         self._asked.update(names)
-        return any(self.values.get(name) is not None for name in names)
+        return any(self._given(name) is not None for name in names)
 
     def get(self, *names: str) -> Any:
         """Return the value of the first of the names that is given, or what the trainer does without them."""
         self._asked.update(names)
-        values = (values[name] for values in (self.values, self.usual) for name in names if name in values)
+        values = (*map(self._given, names), *map(self.usual.get, names))
         return next((value for value in values if value is not None), None)
 
     def is_on(self, *names: str) -> bool:
         """Tell whether one of the names asks for something."""
         self._asked.update(names)
-        return any(is_on(self.values.get(name)) for name in names)
+        return any(is_on(self._given(name)) for name in names)
+
+    def _given(self, name: str) -> Any:
+        return self.adopted[name] if name in self.adopted else self.values.get(name)
 
     def file(self, name: str) -> Path | None:
         """Return where a file lies that a value names, or None."""

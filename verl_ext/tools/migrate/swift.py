@@ -91,8 +91,8 @@ def _read_model(moved: Moved, kind: str) -> None:
             moved.put("optim.lr_of", {"lora_B": ratio})
     elif kind != "full":
         moved.lack("tuner_type" if "tuner_type" in moved.values else "train_type", "adapters are LoRA's")
-    bits = "quantization_bit" if moved.is_on("quantization_bit") else "quant_bits"
-    if moved.is_on(bits, "quant_method"):
+    asks = ("quantization_bit", "quant_bits", "quant_method")
+    if bits := next((key for key in asks if moved.is_on(key)), None):
         form, nested = moved.get("bnb_4bit_quant_type"), moved.get("bnb_4bit_use_double_quant")
         hf_trainer.read_bits(moved, bits, moved.get("quant_method"), form, nested)
     if adapters := listed(moved.get("adapters")):

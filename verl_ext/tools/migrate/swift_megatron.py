@@ -14,20 +14,18 @@ _SCHEDULES = {"wsd": "warmup_stable_decay"}
 def read_megatron(moved: Moved) -> None:
     """Translate the command's flags."""
     moved.take("megatron")
-    values, known = moved.values, dict(moved.values)
-    # For a while the values stand under the names of `swift sft`.
-    for theirs, name in values_of("megatron").items():
-        if (value := moved.get(theirs)) is not None:
-            values[name] = _renamed(moved, theirs, value)
+    names = {own: name for own, name in values_of("megatron").items() if moved.has(own)}
+    moved.adopt(names)
+    moved.adopted |= {name: _renamed(moved, own, moved.adopted[name]) for own, name in names.items()}
     # A step counts the rows of all ranks there too.
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     group = math.prod(max(int(number(moved.get(name), 1.0)), 1) for name in sizes)
     ranks, moved.ranks = moved.ranks, moved.ranks or group
     rows = int(number(moved.get("global_batch_size"), 16.0))
     micro = max(int(number(moved.get("micro_batch_size"), 1.0)), 1)
-    values[_STEPS] = max(rows // (micro * max(moved.ranks // group, 1)), 1)
+    moved.adopted[_STEPS] = max(rows // (micro * max(moved.ranks // group, 1)), 1)
     if str(moved.get("recompute_granularity")) == "none":
-        values["gradient_checkpointing"] = False
+        moved.adopted["gradient_checkpointing"] = False
     swift.read_swift_keys(moved)
     moved.ranks = ranks
     moved.put("data.train_batch_size", rows)
@@ -37,7 +35,6 @@ def read_megatron(moved: Moved) -> None:
         moved.differ(
             "adapters of q_proj, k_proj and v_proj are apart, there of one matrix; of experts there is none here"
         )
-    moved.restore(known, {name: theirs for theirs, name in values_of("megatron").items()})
 
 
 def _renamed(moved: Moved, key: str, value: Any) -> Any:
