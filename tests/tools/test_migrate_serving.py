@@ -129,5 +129,8 @@ def test_the_file_of_accelerate_gives_a_command_its_ranks_and_sharding(folder, c
     text = migrate(MigrateOptions(command.format("acc.yaml")))
     assert text.startswith("verl-ext train nproc=4 ")
     assert "engine.offload_policy=true" in text
+    text = migrate(MigrateOptions(command.format("acc.yaml --num_processes 3")))
+    assert text.startswith("verl-ext train nproc=3 ")
+    assert "# unknown" not in text
     assert migrate(MigrateOptions(command.format("gone.yaml"))).startswith("verl-ext train \\")
     assert names(capsys.readouterr().err, "gone.yaml", "--config_file")

@@ -176,7 +176,8 @@ def _program_of(text: str, folder: Path) -> _Program:
         start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
         reader, values = _with_file(row["reader"], words[start:], folder)
         launched = launcher.launched_by(words[:start], folder)
-        ranks = str(ranks_of(words) or launched.pop("ranks", ""))
+        of_launcher = launched.pop("ranks", "")
+        ranks = str(ranks_of(words) or of_launcher)
         values = launched | values
         for key, usual in row.get("usual", {}).items():
             values.setdefault(key, usual)

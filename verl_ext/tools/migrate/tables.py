@@ -56,10 +56,10 @@ def page(name: str) -> Mapping[str, Any]:
 
 def _rule(row: str | Mapping[str, Any]) -> Rule:
     """Return the rule of a row, which may be our key alone."""
-    fields = {"to": row} if isinstance(row, str) else dict(row)
+    fields: dict[str, Any] = {"to": row} if isinstance(row, str) else dict(row)
     fields.pop("keys", None)
     lists = {name: tuple(fields[name].split()) for name in ("unless", "all_but") if name in fields}
-    return Rule(**{**fields, **lists})
+    return Rule(**(fields | lists))
 
 
 @cache
