@@ -10,27 +10,33 @@ from verl_ext.__main__ import main
 from verl_ext.config.compose import compose
 from verl_ext.tools.migrate.script import commands_of
 
-# examples/sft/gsm8k/run_qwen_05_sp2.sh of verl 0.4
-OLD = r"""
-torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node \
-     -m verl.trainer.fsdp_sft_trainer \
-    data.train_files=$HOME/data/gsm8k/train.parquet \
-    data.val_files=$HOME/data/gsm8k/test.parquet \
-    data.prompt_key=extra_info \
-    data.response_key=extra_info \
-    optim.lr=1e-4 \
-    data.prompt_dict_keys=['question'] \
-    +data.response_dict_keys=['answer'] \
-    data.micro_batch_size=4 \
-    model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct \
-    trainer.default_local_dir="$save_path/a b" \
-    trainer.project_name=gsm8k-sft \
-    'trainer.experiment_name=it'"'"'s' \
-    trainer.logger='["console"]' \
-    trainer.total_training_steps=1 $@ \
-    ulysses_sequence_parallel_size=2 \
-    use_remove_padding=true 2>&1 | tee log
-"""
+WORDS = [  # of examples/sft/gsm8k/run_qwen_05_sp2.sh of verl 0.4, and what they become
+    ("data.train_files=$HOME/data/gsm8k/train.parquet", "data.sources.gsm8k=$HOME/data/gsm8k/train.parquet"),
+    ("data.val_files=$HOME/data/gsm8k/test.parquet", "data.val_sources.gsm8k=$HOME/data/gsm8k/test.parquet"),
+    ("data.prompt_key=extra_info data.prompt_dict_keys=['question']", "columns.prompt=extra_info.question"),
+    ("data.response_key=extra_info +data.response_dict_keys=['answer']", "columns.response=extra_info.answer"),
+    ("", "data.max_tokens=1024"),
+    ("", "data.strategy=none"),
+    ("", "data.drop_last=true"),
+    ("data.micro_batch_size=4", "data.micro_batch_size_per_gpu=4"),
+    ("", "optim.lr_schedule_span=epochs"),
+    ("optim.lr=1e-4", "optim.lr=1e-4"),
+    ("model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct", "model.path=Qwen/Qwen2.5-0.5B-Instruct"),
+    ('trainer.default_local_dir="$save_path/a b"', 'trainer.default_local_dir="$save_path/a b"'),
+    ("trainer.project_name=gsm8k-sft", "trainer.project_name=gsm8k-sft"),
+    ("""'trainer.experiment_name=it'"'"'s'""", """trainer.experiment_name='it'"'"'s'"""),
+    ("""trainer.logger='["console"]'""", """trainer.logger='["console"]'"""),
+    ("trainer.total_training_steps=1 $@", "trainer.total_training_steps=1"),
+    ("ulysses_sequence_parallel_size=2", "engine.ulysses_sequence_parallel_size=2"),
+    ("use_remove_padding=true", "model.use_remove_padding=true"),
+    ("", "data.train_batch_size=256"),
+    ("", "trainer.total_epochs=4"),
+    ("", "optim.betas=[0.9,0.95]"),
+    ("", "optim.lr_scheduler_type=cosine"),
+    ("", "optim.lr_warmup_steps_ratio=0.1"),
+]
+START = "torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node -m verl.trainer.fsdp_sft_trainer"
+OLD = " \\\n    ".join([START, *(old for old, _ in WORDS if old)]) + " 2>&1 | tee log\n"
 
 
 def migrated(capsys, *arguments: str) -> tuple[str, list[str]]:
@@ -43,34 +49,10 @@ def migrated(capsys, *arguments: str) -> tuple[str, list[str]]:
 
 def test_a_script_with_raw_files_is_one_command_that_keeps_its_words_quotes_and_variables(capsys):
     command, comments = migrated(capsys, OLD)
-    assert (
-        command
-        == r"""verl-ext train nproc=$nproc_per_node \
-    data.sources.gsm8k=$HOME/data/gsm8k/train.parquet \
-    data.val_sources.gsm8k=$HOME/data/gsm8k/test.parquet \
-    columns.prompt=extra_info.question \
-    columns.response=extra_info.answer \
-    data.max_tokens=1024 \
-    data.strategy=none \
-    data.drop_last=true \
-    data.micro_batch_size_per_gpu=4 \
-    optim.lr_schedule_span=epochs \
-    optim.lr=1e-4 \
-    model.path=Qwen/Qwen2.5-0.5B-Instruct \
-    trainer.default_local_dir="$save_path/a b" \
-    trainer.project_name=gsm8k-sft \
-    trainer.experiment_name='it'"'"'s' \
-    trainer.logger='["console"]' \
-    trainer.total_training_steps=1 \
-    engine.ulysses_sequence_parallel_size=2 \
-    model.use_remove_padding=true \
-    data.train_batch_size=256 \
-    trainer.total_epochs=4 \
-    optim.betas=[0.9,0.95] \
-    optim.lr_scheduler_type=cosine \
-    optim.lr_warmup_steps_ratio=0.1 \
-    $@ 2>&1 | tee log"""
-    )
+    start, *words, rest = command.split(" \\\n    ")
+    assert start == "verl-ext train nproc=$nproc_per_node"
+    assert words == [new for _, new in WORDS]
+    assert rest == "$@ 2>&1 | tee log"
     assert "# model.partial_pretrain (verl ≤ 0.6) is read as model.path" in comments
     assert not any("no equivalent" in line or "unknown" in line for line in comments)
 

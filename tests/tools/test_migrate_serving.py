@@ -23,31 +23,20 @@ FILES = [  # (a file's keys, the command that does its work)
     (BASE, "vllm serve o/base --trust-remote-code"),
     (BASE | {"infer_backend": "sglang"}, "python -m sglang.launch_server --model-path o/base --trust-remote-code"),
     (BASE | {"vllm_maxlen": 9}, "vllm serve o/base --max-model-len 9 --trust-remote-code"),
-    (
-        BASE | {"adapter_name_or_path": "tuned"},
-        "vllm serve o/base --enable-lora --lora-modules mine=tuned --max-lora-rank 64 --trust-remote-code",
-    ),
-    (
-        BASE | MERGED,
-        "verl-ext export 'checkpoint=out/a b' base=o/base output_dir=whole shard_gb=2 trust_remote_code=true",
-    ),
+    (BASE | {"adapter_name_or_path": "tuned"},
+     "vllm serve o/base --enable-lora --lora-modules mine=tuned --max-lora-rank 64 --trust-remote-code"),
+    (BASE | MERGED,
+     "verl-ext export 'checkpoint=out/a b' base=o/base output_dir=whole shard_gb=2 trust_remote_code=true"),
     (BASE | {"export_dir": "whole"}, "hf download o/base --local-dir whole"),
     (BASE | {"model_name_or_path": "./full", "export_dir": "whole"}, "cp -r ./full whole"),
     (V1, "verl-ext export checkpoint=a base=o/base output_dir=whole"),
-    (
-        LAUNCHED,
-        "verl-ext train nproc=4 engine.mixed_precision.param_dtype=fp16 engine.offload_policy=true "
-        "engine.reshard_after_forward=false",
-    ),
-    (
-        {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": ZERO},
-        "verl-ext train nproc=2 engine.offload_policy=true engine.reshard_after_forward=false",
-    ),
-    (
-        {"distributed_type": "FSDP", "num_processes": 4, "parallelism_config": SPLIT},
-        "verl-ext train nproc=4 engine.ulysses_sequence_parallel_size=2",
-    ),
-]
+    (LAUNCHED, "verl-ext train nproc=4 engine.mixed_precision.param_dtype=fp16 engine.offload_policy=true "
+     "engine.reshard_after_forward=false"),
+    ({"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": ZERO},
+     "verl-ext train nproc=2 engine.offload_policy=true engine.reshard_after_forward=false"),
+    ({"distributed_type": "FSDP", "num_processes": 4, "parallelism_config": SPLIT},
+     "verl-ext train nproc=4 engine.ulysses_sequence_parallel_size=2"),
+]  # fmt: skip
 COMMANDS = [
     ("llamafactory-cli api served.yaml vllm_maxlen=5", "vllm serve o/base --max-model-len 5 --trust-remote-code"),
     ("swift infer --model o/m --infer_backend vllm --stream true", "vllm serve o/m"),
@@ -140,5 +129,8 @@ def test_the_file_of_accelerate_gives_a_command_its_ranks_and_sharding(folder, c
     text = migrate(MigrateOptions(command.format("acc.yaml")))
     assert text.startswith("verl-ext train nproc=4 ")
     assert "engine.offload_policy=true" in text
+    text = migrate(MigrateOptions(command.format("acc.yaml --num_processes 3")))
+    assert text.startswith("verl-ext train nproc=3 ")
+    assert "# unknown" not in text
     assert migrate(MigrateOptions(command.format("gone.yaml"))).startswith("verl-ext train \\")
     assert names(capsys.readouterr().err, "gone.yaml", "--config_file")

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 
-from verl_ext.config.key_table import meaning
 from verl_ext.config.keys import KEYS, OFFLOAD, Key
 from verl_ext.config.legacy import (
     CHAT_ENDS,
@@ -88,9 +87,12 @@ def translate(
             result.notices.append(f"not given, and another default in verl: {' '.join(map(str, defaults))}")
     if command.is_verls and not {_RATE, "recipe"} & command.keys and command.values.get("optim", "fsdp") == "fsdp":
         rate = Item("", _RATE, RATE_OF_OLD if command.is_old else RATE)
-        result.items.extend([rate] * writes_rate)
-        usual = meaning(_RATE).partition("(verl's is 0.001)")[2]
-        tail = usual if writes_rate else ", which `verl-ext migrate` writes into the command: a run has no default"
+        tail = ", which `verl-ext migrate` writes into the command: a run has no default"
+        if writes_rate:
+            from verl_ext.engines.schedule import USUAL_RATES  # imports verl, which takes seconds
+
+            result.items.append(rate)
+            tail = f"; usual: {USUAL_RATES}"
         result.notices.append(f"{_RATE} is not given: {rate.value} is verl's default{tail}")
     if command.raw:
         result = replace(result, replies=_read_raw(command, result))

@@ -31,6 +31,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "minus_sqrt": lambda done: 1.0 - math.sqrt(done),
 }
 SCHEDULES = (*OF_VERL, "linear", "cosine_with_restarts", "wsd")
+USUAL_RATES = "1e-5 to 5e-5 for all weights, 1e-4 to 2e-4 for adapters, 5e-7 to 5e-6 with preferences"
 
 
 @dataclass  # not frozen: a base of verl's own dataclass of the optim node
@@ -41,8 +42,7 @@ class OptimOptions(Options):
 
     lr: float | None = option(
         None,
-        "learning rate, without a default here (verl's is 0.001); usual: 1e-5 to 5e-5 for all weights, 1e-4 to 2e-4 "
-        "for adapters, 5e-7 to 5e-6 with preferences",
+        f"learning rate, without a default here (verl's is 0.001); usual: {USUAL_RATES}",
         above=0,
         resume="same",
     )

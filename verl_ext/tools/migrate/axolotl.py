@@ -3,16 +3,12 @@
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from verl_ext.options import DataError, UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number
-from verl_ext.tools.migrate.tables import key_table, reason
-
-NAME = "axolotl"
-_NAMES = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
+from verl_ext.tools.migrate.tables import page, reason
 
 # Plugins whose work is done here, or that have keys of their own; sizes whose product are the ranks.
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels", "swanlab", "expert_parallel")
@@ -20,15 +16,9 @@ _SIZES = ("dp_shard_size", "dp_replicate_size", "context_parallel_size", "tensor
 _TEMPLATES = "axolotl:utils/chat_templates/templates"
 _TEXTS = ("completion", "pretrain")
 _CHATS = ("", "None", "chat_template", "sharegpt")
-_ENTRY = (  # what is read of a data set, or needs nothing
-    *("path", "name", "split", "type", "data_files", "ds_type", "field", "text_column", "field_messages"),
-    *("field_tools", "roles_to_train", "train_on_eos", "message_property_mappings", "trust_remote_code"),
-    *("message_field_role", "message_field_content", "field_thinking", "template_thinking_key", "roles"),
-    *("field_chosen", "field_rejected", "message_field_training", "message_field_training_detail", "conversation"),
-)
 
 
-def read_axolotl(moved: Moved, folder: Path) -> None:
+def read_axolotl(moved: Moved) -> None:
     """Translate the YAML's keys."""
     values = moved.values
     rewards = str(values.get("rl")).lower() in preferences.REWARDS
@@ -36,24 +26,24 @@ def read_axolotl(moved: Moved, folder: Path) -> None:
         if moved.is_on(key):
             needed = "be left out: texts and given answers are learnt"
             raise UsageError(must(key, needed, f"{values[key]}: {preferences.ELSEWHERE}"))
-    moved.take(key_table("axolotl"))
+    moved.take("axolotl")
     _read_data(moved)
-    moved.put("data.max_tokens", moved.get("sequence_len", default=2048))
-    longer = str(moved.get("excess_length_strategy", default="drop")).lower()
+    moved.put("data.max_tokens", moved.get("sequence_len"))
+    longer = str(moved.get("excess_length_strategy")).lower()
     moved.put("data.over_length", {"truncate": "truncate", "raise": "error"}.get(longer, "drop"))
     if longer == "drop":
         moved.differ("longer records are left out there: data.over_length=drop counts them in the report")
     if moved.is_on("rl"):
         _put_preferences(moved)
     _read_model(moved)
-    sizes = [number(moved.get(name, default=1), 1) for name in _SIZES]
+    sizes = [number(moved.get(name), 1) for name in _SIZES]
     if moved.ranks is None and max(sizes) > 1:
         moved.ranks = int(math.prod(sizes))
-    hf_trainer.put_split(moved, moved.get("context_parallel_size", "sequence_parallel_degree", default=1))
+    hf_trainer.put_split(moved, moved.get("context_parallel_size", "sequence_parallel_degree"))
     if number(moved.get("dp_replicate_size")) > 1 and is_on(shard := moved.get("dp_shard_size")):
         moved.put("engine.fsdp_size", shard)
-    rows, steps = moved.get("micro_batch_size", default=1), moved.get("gradient_accumulation_steps", default=1)
-    if moved.get("gradient_accumulation_steps") is None and (whole := number(moved.get("batch_size"))):
+    rows, steps = moved.get("micro_batch_size"), moved.get("gradient_accumulation_steps")
+    if not moved.has("gradient_accumulation_steps") and (whole := number(moved.get("batch_size"))):
         steps = max(int(whole / max(number(rows), 1)), 1)
     plugins = map(str, listed(moved.get("plugins")))
     if others := [name for name in plugins if not any(known in name for known in _PLUGINS)]:
@@ -82,10 +72,10 @@ def _read_model(moved: Moved) -> None:
     if moved.is_on("processor_type"):
         moved.lack("processor_type", reason("images"))
     # Adapters begin as LoRA's do, on weights that are whole here.
-    adapter = str(moved.get("adapter", default="")).lower()
+    adapter = str(moved.get("adapter")).lower()
     if adapter in ("lora", "qlora"):
         targets = None if moved.is_on("lora_target_linear") else moved.get("lora_target_modules")
-        hf_trainer.put_lora(moved, moved.get("lora_r", default=8), moved.get("lora_alpha", default=16), targets)
+        hf_trainer.put_lora(moved, moved.get("lora_r"), moved.get("lora_alpha"), targets)
     elif is_on(adapter):
         moved.lack("adapter", "adapters are LoRA's")
     kwargs = mapping("bnb_config_kwargs", moved.get("bnb_config_kwargs"))
@@ -109,7 +99,7 @@ def _read_model(moved: Moved) -> None:
 
 def _read_tokens(moved: Moved) -> None:
     """Translate the chat template, new tokens and the ends of turns."""
-    template = str(moved.get("chat_template", default="tokenizer_default"))
+    template = str(moved.get("chat_template"))
     if template.startswith("tokenizer_default_fallback_"):
         moved.differ(f"chat_template={template}: the tokenizer's own; without one, chat_template=NAME must be given")
     elif is_on(template) and template not in ("tokenizer_default", "jinja"):
@@ -143,49 +133,34 @@ def _put_preferences(moved: Moved) -> None:
     if len(forms) > 1:
         moved.lack("dpo_loss_type", "loss is one loss, without sums of several")
     name = str(forms[0]) if len(forms) == 1 and family == "dpo" else family
-    beta = mapping("trl", moved.get("trl")).get("beta")
-    options = {"beta": beta if beta is not None else moved.get("rl_beta", "dpo_beta", "orpo_alpha", default=0.1)}
+    options = preferences.options_of(moved, family, mapping("trl", moved.get("trl")).get("beta"))
     if family == "kto":
-        options |= {side: moved.get(f"kto_{side}") for side in ("desirable_weight", "undesirable_weight")}
         preferences.put_label(moved)
-    elif family == "simpo":
-        options |= {"margin": moved.get("simpo_gamma", default=0.5), "nll_weight": moved.get("cpo_alpha", default=1.0)}
-    elif family in ("dpo", "ipo"):
-        smoothing = {"label_smoothing": moved.get("dpo_label_smoothing")} if family == "dpo" else {}
-        options |= {**smoothing, "nll_weight": moved.get("rpo_alpha")}
     preferences.put_loss(moved, "rl" if name == family else "dpo_loss_type", name, options)
     moved.differ("an answer follows its role's line there, without the empty thinking block that a template may print")
 
 
 def _read_run(moved: Moved) -> None:
     """Translate length, rate, saves and trackers by the Trainer's names."""
-    values, known = moved.values, dict(moved.values)
-    # For a while the values stand under the Trainer's names, with axolotl's defaults.
-    for theirs, trainers in _NAMES.items():
-        values[trainers] = moved.get(theirs)
+    moved.adopt({"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"})
     _read_warmup(moved)
-    if moved.get("save_steps", "save_strategy") is None:
-        values["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
-    if values.get("eval_steps") is not None:
-        values["eval_strategy"] = "steps"
+    if not moved.has("save_steps", "save_strategy"):
+        moved.adopted["save_strategy"] = "no" if moved.is_on("saves_per_epoch") else "epoch"
+    if moved.values.get("eval_steps") is not None:
+        moved.adopted["eval_strategy"] = "steps"
     if moved.validates and moved.is_on("evals_per_epoch"):
         moved.put("trainer.tests_per_epoch", moved.get("evals_per_epoch"))
     if moved.is_on("saves_per_epoch"):
         moved.put("trainer.saves_per_epoch", moved.get("saves_per_epoch"))
-    if moved.get("save_total_limit") is None:
-        moved.put("trainer.max_ckpt_to_keep", 4)
+    if not moved.has("save_total_limit"):
         moved.differ("save_total_limit not given: axolotl keeps the last 4 checkpoints, a run here all")
-    else:
-        moved.put("trainer.max_ckpt_to_keep", moved.get("save_total_limit") or 4)
-    values["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
-    hf_trainer.read_trainer(
-        moved, hf_trainer.TrainerDefaults(2e-4, "cosine", 1.0, idles=True, rounds="down, and one step to 2")
-    )
-    moved.restore(known, {trainers: theirs for theirs, trainers in _NAMES.items()})
+    moved.put("trainer.max_ckpt_to_keep", moved.get("save_total_limit") or 4)
+    moved.adopted["report_to"] = [name for name in hf_trainer.TRACKERS if moved.is_on(f"use_{name}", f"{name}_project")]
+    hf_trainer.read_trainer(moved, idles=True, rounds="down, and one step to 2")
     # What the Trainer has no name for.
     if is_on(eta := moved.get("eta_min")) and number(moved.words.get("optim.lr")):
         moved.put("optim.min_lr_ratio", number(eta) / number(moved.words["optim.lr"]))
-    checkpointing = str(moved.get("gradient_checkpointing", default=False)).lower()
+    checkpointing = str(moved.get("gradient_checkpointing")).lower()
     if moved.is_on("activation_offloading") or checkpointing.startswith("offload"):
         moved.put("model.activation_offload", True)
         moved.words.pop("model.enable_gradient_checkpointing", None)
@@ -194,13 +169,13 @@ def _read_run(moved: Moved) -> None:
 def _read_warmup(moved: Moved) -> None:
     """Give the Trainer a warm-up: a share is rounded down, one step becomes two, and a default ends at 100."""
     most = math.inf
-    if moved.get("warmup_steps", "warmup_ratio") is None:
-        moved.values["warmup_ratio"], most = 0.03, 100
+    if not moved.has("warmup_steps", "warmup_ratio"):
+        moved.adopted["warmup_ratio"], most = 0.03, 100
         moved.differ("no warm-up is given: axolotl's default is 3 % of the run, at most 100 steps")
     whole = number(moved.get("max_steps"))
-    if moved.get("warmup_steps") is None and whole > 0:
-        steps = min(int(number(moved.values.pop("warmup_ratio")) * whole), most)
-        moved.values["warmup_steps"] = 2 if steps == 1 else steps
+    if not moved.has("warmup_steps") and whole > 0:
+        steps = min(int(number(moved.get("warmup_ratio")) * whole), most)
+        moved.adopted |= {"warmup_ratio": None, "warmup_steps": 2 if steps == 1 else steps}
 
 
 def _read_data(moved: Moved) -> None:
@@ -230,7 +205,7 @@ def _put_dataset(moved: Moved, key: str, node: str, entry: Mapping[str, Any]) ->
     sources.put_data(moved, key, node, place, entry.get("name"), entry.get("split"), path)
     # Its fields.
     why = f"{path}: no source has"
-    moved.lack_others(key, why, entry, _ENTRY)
+    moved.lack_others(key, why, entry, page("axolotl")["entry"].split())
     columns = {"messages": entry.get("field_messages"), "tools": entry.get("field_tools")}
     columns |= {side: entry.get(f"field_{side}") for side in ("chosen", "rejected")}
     if isinstance(kind, Mapping):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from verl_ext.commands.command_line import command, read_options, words_of
@@ -31,10 +31,44 @@ from verl_ext.tools.migrate import (
     verl,
 )
 from verl_ext.tools.migrate.line import Moved, mapping, tokenize_keys, written_run
-from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, flags_of, ranks_of, read_yaml
+from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, file_below, flags_of, ranks_of, read_yaml
 from verl_ext.tools.migrate.script import commands_of
+from verl_ext.tools.migrate.tables import page
 
-Reader = Callable[[Moved, Path], None]
+
+class Reader(NamedTuple):
+    """A trainer's name, the function that reads its keys, and whether they are of a training."""
+
+    trainer: str
+    read: Callable[[Moved], None]
+    trains: bool = True
+
+
+# By the names that tables/programs.yaml has for them
+READERS = {
+    "axolotl": Reader("axolotl", axolotl.read_axolotl),
+    "axolotl_served": Reader("axolotl", serving.read_axolotl_model, trains=False),
+    "axolotl_written": Reader("axolotl", partial(serving.read_axolotl_model, writes=True), trains=False),
+    "llamafactory": Reader("LLaMA-Factory", llamafactory.read_llamafactory),
+    "llamafactory_v1": Reader("LLaMA-Factory", llamafactory_v1.read_llamafactory_v1),
+    "llamafactory_served": Reader("LLaMA-Factory", serving.read_llamafactory_model, trains=False),
+    "swift": Reader("ms-swift", swift.read_swift),
+    "megatron": Reader("ms-swift", swift_megatron.read_megatron),
+    "swift_served": Reader("ms-swift", serving.read_swift_model, trains=False),
+    "swift_written": Reader("ms-swift", partial(serving.read_swift_model, writes=True), trains=False),
+    "trl": Reader("TRL", trl.read_trl),
+    "trl_dpo": Reader("TRL", partial(trl.read_trl, family="dpo")),
+    "trl_kto": Reader("TRL", partial(trl.read_trl, family="kto")),
+    "accelerate": Reader("accelerate", launcher.read_launcher, trains=False),
+}
+
+
+class _Program(NamedTuple):
+    """A program with its keys: the name of their reader, and the ranks that its words tell."""
+
+    reader: str
+    values: dict[str, Any]
+    ranks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,30 +100,23 @@ class MigrateOptions(Options):
 def migrate(options: MigrateOptions) -> str:
     """Return the new command and its comments, or raise UsageError."""
     path = Path(options.command).expanduser()
-    text, folder, values, reader = options.command, Path(), None, None
-    if _is_file(path):
-        folder = path.parent
-        if path.suffix in (".yaml", ".yml", ".json"):
-            values = read_yaml(path)
-            name, reader = _of_keys(values, path)
-        else:
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"{path} must be a YAML or a shell script; it cannot be read as a text") from error
-    elif re.fullmatch(r"\S+\.(ya?ml|sh|json)", options.command):
-        raise UsageError(must("command", "be a command or an existing file", options.command))
-    if reader is None and (_is_file(path) or verl.is_verls(text)):
-        migrated = verl.migrate_script if _is_file(path) else verl.migrate_verl
-        found = migrated(text, options.to)
-        if found is not None:
+    is_file = _is_file(path)
+    folder = path.parent if is_file else Path()
+    if is_file and path.suffix in (".yaml", ".yml", ".json"):
+        values = read_yaml(path)
+        program = _Program(_reader_of(values, path), values)
+    else:
+        text = _script(path) if is_file else options.command
+        if not is_file and re.fullmatch(r"\S+\.(ya?ml|sh|json)", text):
+            raise UsageError(must("command", "be a command or an existing file", text))
+        # A command of verl's keeps its own words, so it is no mapping of keys.
+        own = verl.migrate_script if is_file else verl.migrate_verl
+        if (is_file or verl.is_verls(text)) and (found := own(text, options.to)) is not None:
             return found
-    ranks = None
-    if reader is None:
-        name, reader, values, ranks = _of_command(text, folder)
-    assert values is not None
-    moved = Moved(name, values, options.nproc or ranks, (Path(), folder, *folder.resolve().parents))
-    reader(moved, folder)
+        program = _program_of(text, folder)
+    reader = READERS[program.reader]
+    moved = Moved(reader.trainer, program.values, options.nproc or program.ranks, folder)
+    reader.read(moved)
     if not isinstance(model := moved.words.get("model.path", ""), str):
         raise DataError(must("the model", "be a name or a folder", model))
     if moved.other is not None:
@@ -110,129 +137,83 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _of_keys(values: dict[str, Any], where: Path) -> tuple[str, Reader]:
-    """Return the trainer that a YAML's keys are of."""
-    if "base_model" in values:
-        return axolotl.NAME, axolotl.read_axolotl
-    if "train_dataset" in values and "model" in values:
-        return llamafactory.NAME, llamafactory_v1.read_llamafactory_v1
-    if "model_name_or_path" in values and "dataset_name" in values:
-        return trl.NAME, trl.read_trl
-    if "model_name_or_path" in values and {"stage", "cutoff_len", "finetuning_type", "template"} & values.keys():
-        if "dataset" in values:
-            return llamafactory.NAME, llamafactory.read_llamafactory
-        if "stage" in values and not values.get("do_predict"):
-            raise UsageError(f"{where} must be of a training; it names no dataset")
-        return llamafactory.NAME, serving.read_llamafactory_model
-    if "model" in values and "peft_config" in values:
-        return llamafactory.NAME, serving.read_llamafactory_model
-    if "distributed_type" in values:
-        return launcher.NAME, launcher.read_launcher
-    if "model" in values and "dataset" in values:
-        return swift.NAME, swift.read_swift
-    raise UsageError(f"{where} must be of axolotl, LLaMA-Factory, ms-swift or TRL; it has the keys of none")
+def _script(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} must be a YAML or a shell script; it cannot be read as a text") from error
 
 
-def _of_command(text: str, folder: Path) -> tuple[str, Reader, dict[str, Any], int | None]:
-    """Return a command's trainer, its reader, keys and ranks."""
-    found: list[tuple[str, Reader, dict[str, Any], int | None]] = []
-    others: list[tuple[str, Reader, dict[str, Any], int | None]] = []  # which train nothing
+def _reader_of(values: dict[str, Any], path: Path) -> str:
+    """Return the name of the reader for a file's keys."""
+    for row in page("programs")["files"]:
+        others = row.get("one_of", "").split()
+        if {*row["keys"].split()} <= values.keys() and (not others or {*others} & values.keys()):
+            reader: str = row["reader"]
+            is_training = {"model_name_or_path", "stage"} <= values.keys() and not values.get("do_predict")
+            if is_training and not READERS[reader].trains:
+                raise UsageError(f"{path} must be of a training; it names no dataset")
+            return reader
+    raise UsageError(f"{path} must be of axolotl, LLaMA-Factory, ms-swift or TRL; it has the keys of none")
+
+
+def _program_of(text: str, folder: Path) -> _Program:
+    """Return the program that a text's commands start, one that trains before all others."""
+    programs: list[_Program] = []
     refused = None
     for words in commands_of(text):
         line = " ".join(words)
-        if re.match(r"(\w+=\S* )*(echo|printf)\b", line):
+        if re.match(r"(\w+=\S* )*(echo|printf)\b", line):  # it shows a command and starts none
             continue
-        for pattern, name, read in _STARTS:
-            if not (match := re.search(pattern, line)):
-                continue
-            if read is None:
-                refused = refused or match[0].strip()
-            if read is not None:
-                start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
-                read, values = _with_file(name, read, words[start:], folder)
-                launched = launcher.launched_by(words[:start], folder)
-                own = launched.pop("ranks", "")
-                ranks = str(ranks_of(words) or own)
-                if name == swift.NAME:
-                    if "rlhf" in match[0]:
-                        values.setdefault("rlhf_type", "dpo")
-                    if re.search(r"\bpt\b", match[0]):
-                        values.setdefault("use_chat_template", False)
-                    values |= dict(word.split("=", 1) for word in words[:start] if word.startswith(IMAGE_SETTINGS))
-                trains = read not in _WITHOUT_TRAINING
-                (found if trains else others).append(
-                    (name, read, launched | values, int(ranks) if ranks.isdigit() else None)
-                )
-            break
-    if len(found) > 1:
-        print(f"note: the first of {len(found)} commands that train is translated", file=sys.stderr)
-    if found and others:
-        swift.take_cached(found[0][2], [values for _, read, values, _ in others if read is _SWIFT_EXPORT])
-    if found or others:
-        return (found or others)[0]
+        found = ((row, match) for row in page("programs")["commands"] if (match := re.search(row["words"], line)))
+        row, match = next(found, (None, None))
+        if row is None or match is None:
+            continue
+        if "reader" not in row:
+            refused = refused or match[0].strip()
+            continue
+        # What the command itself says wins over its file, its launcher and its program.
+        start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
+        reader, values = _with_file(row["reader"], words[start:], folder)
+        launched = launcher.launched_by(words[:start], folder)
+        of_launcher = launched.pop("ranks", "")
+        ranks = str(ranks_of(words) or of_launcher)
+        values = launched | values
+        for key, usual in row.get("usual", {}).items():
+            values.setdefault(key, usual)
+        if READERS[reader].trainer == "ms-swift":
+            values |= dict(word.split("=", 1) for word in words[:start] if word.startswith(IMAGE_SETTINGS))
+        programs.append(_Program(reader, values, int(ranks) if ranks.isdigit() else None))
+    # A script may export or serve what it has trained; its training is translated.
+    training = [each for each in programs if READERS[each.reader].trains]
+    if len(training) > 1:
+        print(f"note: the first of {len(training)} commands that train is translated", file=sys.stderr)
+    if training:
+        swift.take_cached(training[0].values, [each.values for each in programs if each.reader == "swift_written"])
+    if programs:
+        return (training or programs)[0]
     if refused is not None:
         raise UsageError(must("command", "train on texts or given answers", refused))
     raise UsageError("command must start axolotl, LLaMA-Factory, ms-swift, TRL or verl's SFT trainer; got none of them")
 
 
-_SWIFT_EXPORT = partial(serving.read_swift_model, writes=True)
-_AXOLOTL_EXPORT = partial(serving.read_axolotl_model, writes=True)
-# (the words that start a trainer, its name, its reader); those without a reader train something else.
-_STARTS: tuple[tuple[str, str, Reader | None], ...] = (
-    (r"\bswift (sft|pt|rlhf)\b|swift/cli/(sft|pt|rlhf)\.py", swift.NAME, swift.read_swift),
-    (r"\bswift (infer|deploy|app)\b|swift/cli/(infer|deploy|app)\.py", swift.NAME, serving.read_swift_model),
-    (r"\bswift (export|merge-lora)\b|swift/cli/(export|merge_lora)\.py", swift.NAME, _SWIFT_EXPORT),
-    (r"\bmegatron (sft|pt|rlhf)\b|_megatron/(sft|pt|rlhf)\.py", swift.NAME, swift_megatron.read_megatron),
-    (
-        r"\bmegatron \w+\b|swift/cli/_megatron/\w+\.py|\bswift [a-z-]+\b|swift/cli/\w+\.py",
-        swift.NAME,
-        None,
-    ),
-    (r"\bsft_(vlm|diffusion)\w*\.py", trl.NAME, None),
-    (r"\btrl sft\b|\bsft\w*\.py", trl.NAME, trl.read_trl),
-    (r"\btrl dpo\b|\bdpo\.py", trl.NAME, partial(trl.read_trl, family="dpo")),
-    (r"\btrl kto\b|\bkto\.py", trl.NAME, partial(trl.read_trl, family="kto")),
-    (r"\btrl [a-z]+\b|trl/scripts/\w+\.py", trl.NAME, None),
-    (
-        r"\b(llamafactory-cli|lmf) train\b|llamafactory/\S*train\S*\.py|\bsrc/train\.py",
-        llamafactory.NAME,
-        llamafactory.read_llamafactory,
-    ),
-    (r"\b(llamafactory-cli|lmf) (chat|webchat|api|export)\b", llamafactory.NAME, serving.read_llamafactory_model),
-    (r"\baxolotl inference\b|-m axolotl\.cli\.inference\b", axolotl.NAME, serving.read_axolotl_model),
-    (
-        r"\baxolotl merge-lora\b|-m axolotl\.cli\.merge_lora\b",
-        axolotl.NAME,
-        _AXOLOTL_EXPORT,
-    ),
-    (r"\baxolotl train\b|-m axolotl\.cli\.train\b", axolotl.NAME, axolotl.read_axolotl),
-)
-
-
-_WITHOUT_TRAINING = (
-    *(serving.read_llamafactory_model, serving.read_swift_model, serving.read_axolotl_model),
-    *(_SWIFT_EXPORT, _AXOLOTL_EXPORT),
-)
-
-
-def _with_file(name: str, read: Reader, words: Sequence[str], folder: Path) -> tuple[Reader, dict[str, Any]]:
+def _with_file(reader: str, words: Sequence[str], folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the reader and the keys of a command's words and of the YAML that they name."""
     values = flags_of(words)
-    named = values.pop("config", None) if name in (trl.NAME, swift.NAME) else None
+    trainer = READERS[reader].trainer
+    named = values.pop("config", None) if trainer in ("TRL", "ms-swift") else None
     if named is None and words and words[0].endswith((".yaml", ".yml", ".json")):
         named = words[0]
     if named is None:
-        return read, values
-    places = [root / str(named) for root in (Path(), folder, *folder.resolve().parents)]
-    path = next((each for each in places if each.is_file()), None)
+        return reader, values
+    path = file_below(folder, str(named))
     if path is None:
         raise UsageError(must("command", "name an existing file of keys", named))
     of_file = read_yaml(path)
-    variables = mapping("ENV", of_file.pop("ENV", None)) if name == swift.NAME else {}
+    variables = mapping("ENV", of_file.pop("ENV", None)) if trainer == "ms-swift" else {}
     of_file |= {key: value for key, value in variables.items() if key in IMAGE_SETTINGS}
-    if read is llamafactory.read_llamafactory:
-        read = _of_keys(of_file, path)[1]
-    return read, of_file | values
+    # LLaMA-Factory's one command trains on files of both of its versions.
+    return _reader_of(of_file, path) if reader == "llamafactory" else reader, of_file | values
 
 
 def _problems(moved: Moved) -> list[str]:
@@ -259,7 +240,8 @@ def _problems(moved: Moved) -> list[str]:
     sources = words_of(words, NODES.values())
     encoding = words_of(words, tokenize_keys())
     problems: list[str] = []
-    new = Path(gettempdir()) / uuid4().hex  # nothing is written
+    # What `tokenize` refuses; it writes nothing here, because its options alone are read.
+    new = Path(gettempdir()) / uuid4().hex
     if not words_of(words, ["data.sources"]):
         problems.append("data.sources is required: the command names no data")
     try:
@@ -267,6 +249,7 @@ def _problems(moved: Moved) -> list[str]:
         read_options(TokenizeOptions, [*given, *encoding, "model.path=owner/name", f"output_dir={new}"])
     except ValueError as error:
         problems += str(error).splitlines() if given else []
+    # What the trainer refuses, on a CPU, where no device is looked for.
     overrides = [word for word in words if word not in sources and word not in encoding]
     validates = ["data.val_dir=DIR"] * moved.validates
     ranks = moved.ranks or int(moved.words.get("engine.ulysses_sequence_parallel_size", 1))

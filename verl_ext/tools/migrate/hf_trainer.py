@@ -3,77 +3,39 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.options import spell
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, number, split_names
 from verl_ext.tools.migrate.reading import read_yaml
-from verl_ext.tools.migrate.tables import reason
+from verl_ext.tools.migrate.tables import reason, values_of
 
 TRACKERS = ("wandb", "swanlab", "mlflow", "tensorboard", "trackio", "clearml")
 NO_VALIDATION = "there is no validation data to measure"
 # Keys of other engines' parallelism: each has the number of ranks that hold one copy's parts.
 _TENSOR = ("tensor_parallel_size", "tensor_model_parallel_size")
 _STAGES = ("pipeline_parallel_size", "pipeline_model_parallel_size")
-_SCHEDULES = {
-    "constant_with_warmup": "constant",
-    "warmup_stable_decay": "wsd",
-    "cosine_with_min_lr": "cosine",
-    **{name: name for name in ("linear", "cosine", "constant", "cosine_with_restarts")},
-}
-# {optimizer: (its module, its class)}; those of this package and of torch.optim have no module.
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw"), (None, "AdamW")),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), (None, "AdamW8bit")),
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw"), ("bitsandbytes.optim", "PagedAdamW")),
-    "adamw_torch_4bit": ("torchao.optim", "AdamW4bit"),
-    "sgd": (None, "SGD"),
-    "muon": (None, "Muon"),
-}
-# {a metric there, without eval_: ours}
-_METRICS = {
-    "loss": "val/loss",
-    **{"mean_token_accuracy": "val/token_accuracy", "token_acc": "val/token_accuracy", "entropy": "val/entropy"},
-    **{"rewards/accuracies": "val/reward_accuracy", "rewards/margins": "val/reward_margin"},
-    **{f"rewards/{side}": f"val/reward_{side}" for side in ("chosen", "rejected")},
-}
 _PATIENCE = ("early_stopping_patience", "early_stopping_steps")  # the latter is LLaMA-Factory's
-_BETA2 = 0.999  # of torch's Adam, and verl's
 
 
-@dataclass(frozen=True)
-class TrainerDefaults:
-    """What a trainer does without a word.
+def read_trainer(moved: Moved, validates: bool = False, idles: bool = False, rounds: str = "up") -> None:
+    """Translate the Trainer's keys that need each other.
 
-    validates: whether it validates as often as it saves.
-    idles: whether it validates nothing, without a word, if there is no data for that.
-    logs: the steps between its log lines, and between validations without a number of their own.
-    rounds: how it rounds a warm-up that is a share of the steps.
+    Args:
+        moved: what the keys become, with the trainer's usual values.
+        validates: whether the trainer validates as often as it saves.
+        idles: whether it validates nothing, without a word, if there is no data for that.
+        rounds: how it rounds a warm-up that is a share of the steps.
     """
-
-    rate: float
-    schedule: str = "linear"
-    epochs: float = 3.0
-    decay: float = 0.0
-    beta2: float = _BETA2
-    validates: bool = False
-    idles: bool = False
-    logs: int = 500
-    rounds: str = "up"
-
-
-def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
-    """Translate the Trainer's keys that need each other."""
-    _read_rate(moved, defaults)
-    read_length(moved, defaults.epochs)
+    _read_rate(moved, rounds)
+    read_length(moved)
     if moved.get("bf16") is False and not moved.is_on("fp16", "pure_bf16", "bfloat16", "float16"):
         moved.put("engine.mixed_precision.param_dtype", "fp32")
         moved.differ("bf16=false without fp16: products are fp32, as there")
-    _read_saves(moved, defaults)
+    _read_saves(moved, validates, idles)
     _read_optimizer(moved)
     seed = moved.get("seed")
-    for key, value in (("trainer.seed", seed), ("data.seed", moved.get("data_seed", default=seed))):
+    for key, value in (("trainer.seed", seed), ("data.seed", moved.get("data_seed", "seed"))):
         if value is not None:
             moved.put(key, value)
     if moved.words.get("model") != "lora":  # keys of adapters that are not there
@@ -91,10 +53,10 @@ def read_trainer(moved: Moved, defaults: TrainerDefaults) -> None:
     path = moved.get("resume_from_checkpoint")
     if is_on(path) and str(path).lower() not in ("true", "auto"):
         moved.lack("resume_from_checkpoint", "a run resumes its own checkpoints; model.path takes exported weights")
-    names = [str(name).lower() for name in listed(moved.get("report_to")) if is_on(name)]
-    if names and "all" not in names:
-        moved.put("trainer.logger", ["console", "file", *(name for name in names if name in TRACKERS)])
-        if other := [name for name in names if name not in TRACKERS]:
+    trackers = [str(name).lower() for name in listed(moved.get("report_to")) if is_on(name)]
+    if trackers and "all" not in trackers:
+        moved.put("trainer.logger", ["console", "file", *(name for name in trackers if name in TRACKERS)])
+        if other := [name for name in trackers if name not in TRACKERS]:
             moved.lack("report_to", f"trainer.logger has no {', '.join(other)}")
 
 
@@ -121,8 +83,8 @@ def read_sharding(moved: Moved, keys: Iterable[str]) -> None:
         if isinstance(value, str):
             name = re.search(r"z(?:ero)?_?([0-3])", value)
             stage = int(name[1]) if name and key == "deepspeed" else 3
-            paths = [root / value for root in moved.folders] if value[:1] != "{" else []
-            value = next((read_yaml(path) for path in paths if path.is_file()), value)
+            path = None if value.startswith("{") else moved.file(value)
+            value = value if path is None else read_yaml(path)
         if _offloads(value):  # else the key needs nothing
             moved.put("engine.offload_policy", moved.is_on(key))
         if isinstance(value, Mapping):
@@ -151,10 +113,10 @@ def _offloads(value: Any) -> bool:
 
 def _read_optimizer(moved: Moved) -> None:
     """Name an optimizer and its module."""
-    if (given := str(moved.get("optim", default="adamw_torch")).lower()) not in _OPTIMIZERS:
+    if (given := str(moved.get("optim")).lower()) not in values_of("optimizers"):
         moved.lack("optim", "optim.optimizer and optim.optimizer_impl name a class of torch.optim or another package")
         return
-    module, name = _OPTIMIZERS[given]
+    module, _, name = values_of("optimizers")[given].rpartition(".")
     if name != "AdamW":
         moved.put("optim.optimizer", name)
     if name == "Muon":
@@ -163,25 +125,26 @@ def _read_optimizer(moved: Moved) -> None:
         there = "those of embeddings too, which bitsandbytes keeps in 32 bits; nothing is paged"
         there = "in torchao's blocks where rows are multiples of 256" if given == "adamw_torch_8bit" else there
         moved.differ(f"{name} has moments of 8 bits for rows that divide into blocks, {there}")
-    if module is not None:
+    if module:
         moved.put("optim.optimizer_impl", module)
         moved.differ(
             f"{name} is of the package {module.partition('.')[0]}: its checkpoints need as many ranks as wrote them"
         )
 
 
-def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
+def _read_rate(moved: Moved, rounds: str) -> None:
     """Translate the learning rate, its schedule and the decay, which all have other defaults in verl."""
-    moved.put("optim.lr", moved.get("learning_rate", default=defaults.rate))
-    kind = str(moved.get("lr_scheduler_type", default=defaults.schedule)).lower()
-    if kind in _SCHEDULES:
-        moved.put("optim.lr_scheduler_type", _SCHEDULES[kind])
+    moved.put("optim.lr", moved.get("learning_rate"))
+    kind = str(moved.get("lr_scheduler_type")).lower()
+    schedules = values_of("schedules")
+    if kind in schedules:
+        moved.put("optim.lr_scheduler_type", schedules[kind])
     else:
-        moved.lack("lr_scheduler_type", f"optim.lr_scheduler_type has {', '.join(sorted({*_SCHEDULES.values()}))}")
-    given = moved.get("lr_scheduler_kwargs", default={})
-    if not isinstance(given, Mapping):
-        moved.lack("lr_scheduler_kwargs", "it must map names to values")
+        moved.lack("lr_scheduler_type", f"optim.lr_scheduler_type has {', '.join(sorted({*schedules.values()}))}")
+    given = moved.get("lr_scheduler_kwargs")
     options = dict(given) if isinstance(given, Mapping) else {}
+    if given is not None and not isinstance(given, Mapping):
+        moved.lack("lr_scheduler_kwargs", "it must map names to values")
     ours = {"min_lr_rate": "optim.min_lr_ratio", "num_decay_steps": "optim.lr_wsd_decay_steps"}
     ours["num_cycles"] = "optim.num_cycles"
     for name, key in ours.items():
@@ -194,10 +157,10 @@ def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
     if kind == "cosine_with_restarts":
         moved.words.setdefault("optim.num_cycles", 1)
     # Since transformers 5 `warmup_steps` below 1 is a share.
-    steps, share = moved.get("warmup_steps", default=0), moved.get("warmup_ratio", default=0)
-    if kind != "constant" and 0 < number(steps) < 1:
-        moved.put("optim.lr_warmup_steps_ratio", steps)
-    elif kind != "constant" and is_on(steps):
+    steps, share = moved.get("warmup_steps"), moved.get("warmup_ratio")
+    if 0 < number(steps) < 1:
+        steps, share = None, steps
+    if kind != "constant" and is_on(steps):
         moved.put("optim.lr_warmup_steps", steps)
     elif kind != "constant" and is_on(share):
         moved.put("optim.lr_warmup_steps_ratio", share)
@@ -207,38 +170,38 @@ def _read_rate(moved: Moved, defaults: TrainerDefaults) -> None:
         del moved.words["optim.lr_warmup_steps_ratio"]
         moved.put("optim.lr_warmup_steps", math.ceil(whole * part))
     elif part:
-        moved.differ(f"a warm-up of a share of the steps is rounded {defaults.rounds} there, and down here")
-    decay = moved.get("weight_decay", default=defaults.decay)
+        moved.differ(f"a warm-up of a share of the steps is rounded {rounds} there, and down here")
+    decay = moved.get("weight_decay")
     moved.put("optim.weight_decay", decay)
     if number(decay, 1.0):
         moved.put("optim.decay", "matrices")
         moved.differ("optim.decay=matrices, as there: verl's own decay is on norms and biases too")
-    betas = [moved.get("adam_beta1", default=0.9), moved.get("adam_beta2", default=defaults.beta2)]
+    betas = [moved.get("adam_beta1"), moved.get("adam_beta2")]
     if [number(beta) for beta in betas] != [0.9, 0.999]:
         moved.put("optim.betas", betas)
-    # What neither side says: its value there, and verl's.
+    # What the configuration leaves open: verl's value, which is not the trainer's.
     silent = {
-        "learning_rate": (f"{defaults.rate:g}", "1e-3"),
-        "lr_scheduler_type": (defaults.schedule, "constant"),
-        "weight_decay": (f"{defaults.decay:g}", "0.01, on all parameters"),
+        "learning_rate": "1e-3",
+        "lr_scheduler_type": "constant",
+        "weight_decay": "0.01, on all parameters",
+        "adam_beta2": "0.999",
     }
-    for name, (theirs, verls) in silent.items():
-        if moved.get(name) is None:
+    for name, verls in silent.items():
+        theirs = moved.usual[name] if isinstance(moved.usual[name], str) else f"{moved.usual[name]:g}"
+        if not moved.has(name) and theirs != verls:
             moved.differ(f"{name} not given: {moved.trainer}'s default is {theirs}, verl's is {verls}")
-    if defaults.beta2 != _BETA2 and moved.get("adam_beta2") is None:
-        moved.differ(f"adam_beta2 not given: {moved.trainer}'s default is {defaults.beta2}, verl's is {_BETA2}")
 
 
-def read_length(moved: Moved, epochs: float) -> None:
+def read_length(moved: Moved) -> None:
     """Translate the run's length: steps win over epochs there."""
-    steps = moved.get("max_steps", default=-1)
-    if number(steps, 1.0) > 0:
+    steps = moved.get("max_steps")
+    if steps is not None and number(steps, 1.0) > 0:
         moved.put("trainer.total_training_steps", steps)
         if is_on(most := moved.get("max_epochs")):  # the lesser of both ends a run here too
             moved.put("trainer.total_epochs", int(number(most, 1.0)))
         return
     # ms-swift ends at the lesser of two.
-    lengths = {"num_train_epochs": moved.get("num_train_epochs", default=epochs)}
+    lengths = {"num_train_epochs": moved.get("num_train_epochs")}
     if moved.is_on("max_epochs"):
         lengths["max_epochs"] = moved.get("max_epochs")
     name, passes = min(lengths.items(), key=lambda item: number(item[1]))
@@ -247,45 +210,44 @@ def read_length(moved: Moved, epochs: float) -> None:
         moved.lack(name, "trainer.total_epochs is a whole number; trainer.total_training_steps any length")
     else:
         moved.put("trainer.total_epochs", int(whole) if isinstance(passes, float) else passes)
-    if moved.get("num_train_epochs") is None and name == "num_train_epochs" and epochs != 1:
+    if not moved.has("num_train_epochs") and name == "num_train_epochs" and passes != 1:
         moved.differ(f"num_train_epochs not given: {moved.trainer}'s default is {passes:g}, ours is 1")
 
 
-def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
+def _read_saves(moved: Moved, validates: bool, idles: bool) -> None:
     """Translate when a run saves and validates, and which checkpoints it keeps."""
     from verl_ext.config.best import is_gain  # imports verl, which takes seconds
 
-    saves = moved.get("save_strategy", default="steps")
-    # (our key, when, the trainer's keys of the steps between, their default)
-    second, default = ("save_steps", 500) if defaults.validates else ("logging_steps", defaults.logs)
-    plans = [("trainer.save_freq", saves, ["save_steps"], 500)]
-    if moved.validates or not defaults.idles:
-        validates = moved.get("eval_strategy", "evaluation_strategy", default=saves if defaults.validates else "no")
+    saves = moved.get("save_strategy")
+    # (our key, when, the trainer's keys of the steps between)
+    plans = [("trainer.save_freq", saves, ["save_steps"])]
+    if moved.validates or not idles:
+        tests = moved.get("eval_strategy", "evaluation_strategy", *["save_strategy"] * validates)
         if moved.validates:
-            plans.append(("trainer.test_freq", validates, ["eval_steps", second], default))
-        elif is_on(validates):
+            plans.append(("trainer.test_freq", tests, ["eval_steps", "save_steps" if validates else "logging_steps"]))
+        elif is_on(tests):
             for name in ("eval_strategy", "evaluation_strategy", "eval_steps"):
                 if moved.is_on(name):
                     moved.lack(name, NO_VALIDATION)
-    for key, strategy, names, default in plans:
+    for key, strategy, names in plans:
         if str(strategy).lower() == "epoch":
             moved.put(key, "after_each_epoch")
         elif str(strategy).lower() in ("steps", "best"):
-            steps = moved.get(*names, default=default)
+            steps = moved.get(*names)
             share = number(steps, 1.0)
             if 0 < share < 1:
-                name = next(name for name in names if moved.get(name) is not None)
+                name = next(name for name in names if moved.has(name))
                 why = "a share of the run; trainer.saves_per_epoch and tests_per_epoch have shares of an epoch"
                 moved.lack(name, why)
             else:
                 moved.put(key, max(round(share), 1) if isinstance(steps, float) else steps)
     # The best checkpoint and an early end by it.
-    best = moved.get("metric_for_best_model", default="loss")
+    best = moved.get("metric_for_best_model")
     name = str(best).removeprefix("eval_")
-    metric = _METRICS.get(name)
+    metric = values_of("metrics").get(name)
     asks = {key for key in ("load_best_model_at_end", *_PATIENCE, "metric_for_best_model") if moved.is_on(key)}
     asks |= {"save_strategy"} if str(saves).lower() == "best" else set()
-    rises = moved.get("greater_is_better", default=not name.endswith("loss"))
+    rises = moved.get("greater_is_better") if moved.has("greater_is_better") else not name.endswith("loss")
     if asks and (metric is None or is_on(rises) != is_gain(metric)):
         why = "checkpoint.keep_best is by a metric of validation or of the answers to eval.prompts"
         if metric is not None:
@@ -307,7 +269,7 @@ def _read_saves(moved: Moved, defaults: TrainerDefaults) -> None:
 def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) -> None:
     """Translate a step: rows or packs of all ranks here, of one rank there."""
     split = int(number(moved.words.get("engine.ulysses_sequence_parallel_size", 1), 1.0))
-    stages = max(int(number(moved.get(*_STAGES, default=1), 1.0)), 1)
+    stages = max(int(number(moved.get(*_STAGES), 1.0)), 1)
     if stages > 1:
         moved.differ(f"FSDP2 shards every parameter over all ranks, in place of {stages} stages of layers")
     ranks = (moved.ranks or 1) // stages
@@ -333,7 +295,7 @@ def read_batch(moved: Moved, per_device: Any, accumulation: Any, packs: bool) ->
 
 def put_split(moved: Moved, size: Any) -> None:
     """Let a group of ranks share each row, also that which splits matrices there."""
-    tensor = number(moved.get(*_TENSOR, default=1), 1.0)
+    tensor = number(moved.get(*_TENSOR), 1.0)
     if tensor > 1:
         moved.differ(
             f"{tensor:g} ranks split each matrix there; here they split a row's tokens (Ulysses), and all ranks share "
@@ -344,9 +306,9 @@ def put_split(moved: Moved, size: Any) -> None:
         moved.put("engine.ulysses_sequence_parallel_size", size)
 
 
-def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any, dropout: float = 0.0) -> None:
-    """Train adapters; targets "all" are every linear layer. dropout: the trainer's default."""
-    if dropout and moved.get("lora_dropout") is None:
+def put_lora(moved: Moved, rank: Any, alpha: Any, targets: Any) -> None:
+    """Train adapters; targets "all" are every linear layer."""
+    if not moved.has("lora_dropout") and is_on(dropout := moved.get("lora_dropout")):
         moved.put("model.lora_dropout", dropout)
     moved.put("model", "lora")
     moved.put("model.lora_rank", rank)

@@ -10,15 +10,12 @@ from typing import Any
 
 from verl_ext.tools.migrate import hf_trainer
 from verl_ext.tools.migrate.line import Moved, mapping, number, shell_word
-from verl_ext.tools.migrate.reading import read_yaml
-from verl_ext.tools.migrate.tables import key_table
-
-NAME = "accelerate"
+from verl_ext.tools.migrate.reading import file_below, read_yaml
 
 
-def read_launcher(moved: Moved, folder: Path) -> None:
+def read_launcher(moved: Moved) -> None:
     """Translate the file alone: words for the command of a training."""
-    moved.take(key_table("accelerate"))
+    moved.take("accelerate")
     moved.ranks = moved.ranks or int(number(moved.get("num_processes"))) or None
     groups = _groups(moved.values)
     hf_trainer.put_split(moved, max((groups.get(name, 1) for name in ("sp_size", "cp_size")), key=number))
@@ -33,7 +30,7 @@ def launched_by(words: Sequence[str], folder: Path) -> dict[str, Any]:
     if not flags:
         return {}
     name = words[flags[0]].partition("=")[2] or next(iter(words[flags[0] + 1 :]), "")
-    path = next((each for root in (Path(), folder, *folder.resolve().parents) if (each := root / name).is_file()), None)
+    path = file_below(folder, name)
     if path is None:
         print(f"note: {name} of --config_file is not here: its ranks and its sharding are not read", file=sys.stderr)
         return {}

@@ -24,8 +24,8 @@ from verl_ext.config.run_file import run_file
 from verl_ext.files import write_text
 from verl_ext.options import DataError, UsageError, must, nearest_hint, spell
 from verl_ext.overrides import quoted
-from verl_ext.tools.migrate.reading import NUMBER
-from verl_ext.tools.migrate.tables import Rule
+from verl_ext.tools.migrate.reading import NUMBER, file_below
+from verl_ext.tools.migrate.tables import key_table, section
 
 # Texts that Hydra's grammar reads without quotes: as a value, and inside a list or a mapping.
 _PLAIN = re.compile(r"[^\s'\"\[\]{}(),=\\#]+")
@@ -46,13 +46,6 @@ def number(value: Any, default: float = 0.0) -> float:
 def is_on(value: Any) -> bool:
     """Tell whether a value asks for something."""
     return not (value in (None, False, [], {}, 0) or str(value).lower() in ("", "null", "none", "false", "no"))
-
-
-def is_ours(key: str) -> bool:
-    """Tell whether `verl-ext train` has a key, of the trainer or of `tokenize`."""
-    from verl_ext.config import schema  # here, because it imports torch and verl, which takes seconds
-
-    return key.partition(".")[0] in tokenize_keys() or schema.is_known(key) or key in schema.groups()
 
 
 def tokenize_keys() -> set[str]:
@@ -78,28 +71,28 @@ def mapping(key: str, value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
-def _is_said(rule: Rule, value: Any) -> bool:
-    """Tell whether a value of a key is worth a comment."""
-    if rule.usual:
-        return value is not None and str(value).lower() not in rule.usual
-    return is_on(value) and str(value).lower() not in rule.idle
-
-
 class Moved:
     """What a trainer's keys become.
 
     Attributes:
         trainer: the trainer's name.
         values: its known keys and their values.
+        usual: what the trainer does without a key.
+        answers: {a loss of answers: {its option: the keys}} of the trainer.
+        adopted: values by the names of another trainer, whose function reads them in place of the trainer's own.
         words: {our key: value} of the command.
         ranks: the number of ranks, or None if nothing says it.
-        folders: where the files lie that values name.
+        folder: where the configuration lies.
     """
 
     def __init__(
-        self, trainer: str, values: Mapping[str, Any], ranks: int | None = None, folders: Sequence[Path] = (Path(),)
+        self, trainer: str, values: Mapping[str, Any], ranks: int | None = None, folder: Path = Path()
     ) -> None:
-        self.trainer, self.values, self.ranks, self.folders = trainer, dict(values), ranks, folders
+        self.trainer, self.values, self.ranks, self.folder = trainer, dict(values), ranks, folder
+        self.usual: dict[str, Any] = {}
+        self.answers: Mapping[str, Mapping[str, str]] = {}
+        self.adopted: dict[str, Any] = {}
+        self._own_names: dict[str, str] = {}
         self.words: dict[str, Any] = {}
         self.problems: list[str] = []  # of the trainer's checks
         self.other: str | None = None  # the command of a configuration that trains nothing
@@ -112,24 +105,26 @@ class Moved:
         self._differences: list[str] = []
         self._work = ""
 
-    def take(self, known: Mapping[str, Rule]) -> None:
-        """Translate each key by its rule; name the keys without one."""
+    def take(self, table: str) -> None:
+        """Translate each key by its rule in a table; name the keys without one."""
+        known, self.usual, self.answers = key_table(table), section(table, "usual"), section(table, "answers")
         for key in [key for key in self.values if key not in known]:
             hint = nearest_hint(key, known).replace(" (", "; ").strip(")")
             self._unknown.append(f"{key}={spell(self.values.pop(key))}{hint}")
         for key, value in self.values.items():
-            rule = known[key]
-            ours = (split_names(value) or None) if rule.is_names else rule.values.get(str(value).lower(), value)
+            rule, word = known[key], str(value).lower()
+            ours = (split_names(value) or None) if rule.names else rule.values.get(word, value)
+            asks = value is not None and word not in rule.all_but if rule.all_but else is_on(value)
             if rule.to is not None and ours not in (None, ""):
                 self.put(rule.to, ours)
-            elif (rule.lacks or rule.differs) and _is_said(rule, value):
+            elif (rule.lacks or rule.differs) and asks and word not in rule.unless:
                 if rule.lacks:
                     self.lack(key, rule.lacks)
                 else:
                     self._other.append(key)
                     self.differ(f"{key}={spell(value)}: {rule.differs}")
             else:
-                (self._read if rule.is_read and str(value).lower() not in rule.usual else self._free).append(key)
+                (self._read if rule.read and word not in rule.all_but else self._free).append(key)
 
     def put(self, key: str, value: Any) -> None:
         """Give one of our keys a value."""
@@ -140,8 +135,11 @@ class Moved:
         self.other, self._work = line, what
 
     def lack(self, key: str, why: str) -> None:
-        """Say that a key has no equivalent."""
-        reasons = self._lacks.setdefault(key, [])
+        """Say that a key has no equivalent, by the trainer's own name; an adopted value may have none."""
+        own = self._own_names.get(key, key)
+        if key in self.adopted and own not in self.values:
+            return
+        reasons = self._lacks.setdefault(own, [])
         reasons += [why] * (why not in reasons)
 
     def lack_others(self, key: str, why: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -149,25 +147,37 @@ class Moved:
         if others := [name for name, value in values.items() if name not in known and is_on(value)]:
             self.lack(key, f"{why} {', '.join(others)}")
 
-    def restore(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        """Give the trainer its own values again, and what lacks its names: {a name: the trainer's}."""
-        self.values = dict(values)
-        lacks = {names.get(key, key): reasons for key, reasons in self._lacks.items()}
-        self._lacks = {key: reasons for key, reasons in lacks.items() if key in values}
+    def adopt(self, names: Mapping[str, str]) -> None:
+        """Let another trainer's function read the values, by {the trainer's name: the other's}."""
+        self.adopted |= {other: self.get(own) for own, other in names.items()}
+        self._own_names |= {other: own for own, other in names.items()}
 
     def differ(self, line: str) -> None:
         """Say what is otherwise here."""
         self._differences += [line] * (line not in self._differences)
 
-    def get(self, *names: str, default: Any = None) -> Any:
-        """Return the value of the first of the names that is given."""
+    def has(self, *names: str) -> bool:
+        """Tell whether one of the names is given."""
         self._asked.update(names)
-        return next((self.values[name] for name in names if self.values.get(name) is not None), default)
+        return any(self._given(name) is not None for name in names)
+
+    def get(self, *names: str) -> Any:
+        """Return the value of the first of the names that is given, or what the trainer does without them."""
+        self._asked.update(names)
+        values = (*map(self._given, names), *map(self.usual.get, names))
+        return next((value for value in values if value is not None), None)
 
     def is_on(self, *names: str) -> bool:
         """Tell whether one of the names asks for something."""
         self._asked.update(names)
-        return any(is_on(self.values.get(name)) for name in names)
+        return any(is_on(self._given(name)) for name in names)
+
+    def _given(self, name: str) -> Any:
+        return self.adopted[name] if name in self.adopted else self.values.get(name)
+
+    def file(self, name: str) -> Path | None:
+        """Return where a file lies that a value names, or None."""
+        return file_below(self.folder, name)
 
     @property
     def validates(self) -> bool:

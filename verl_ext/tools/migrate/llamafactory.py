@@ -8,36 +8,19 @@ from typing import Any
 from verl_ext.options import DataError, UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, mapping, number, split_names
-from verl_ext.tools.migrate.tables import key_table, reason
+from verl_ext.tools.migrate.tables import reason, values_of
 
-NAME = "LLaMA-Factory"
-
-# {a name in `columns`: (ours, the record's field without it)}
-_COLUMNS = {
-    "prompt": ("instruction", "instruction"),
-    "query": ("input", "input"),
-    "response": ("response", "output"),
-    "messages": ("messages", "conversations"),
-    **{name: (name, name) for name in ("system", "tools", "history", "chosen", "rejected", "kto_tag")},
-}
-_ROLES = {
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-    "observation_tag": "tool",
-    "function_tag": "function_call",
-    "system_tag": "system",
-}
 _PLACES = ("hf_hub_url", "ms_hub_url", "file_name")
 
 
-def read_llamafactory(moved: Moved, folder: Path) -> None:
-    """Translate a YAML of version 0; its dataset_info.json stands below `folder`."""
+def read_llamafactory(moved: Moved) -> None:
+    """Translate a YAML of version 0; its dataset_info.json stands below its folder."""
     if (stage := moved.values.get("stage", "sft")) not in ("sft", "pt", "dpo", "kto"):
         raise UsageError(must("stage", "be sft, pt, dpo or kto", f"{stage}: {preferences.ELSEWHERE}"))
-    moved.take(key_table("llamafactory"))
-    kind = str(moved.get("finetuning_type", default="lora"))
-    _read_data(moved, folder)
-    moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
+    moved.take("llamafactory")
+    kind = str(moved.get("finetuning_type"))
+    _read_data(moved)
+    moved.put("data.max_tokens", moved.get("cutoff_len"))
     if stage in ("dpo", "kto"):
         _put_preferences(moved, stage)
     elif stage == "pt" and moved.get("packing") is not False:
@@ -52,31 +35,30 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
         )
     # What is trained.
     sources.differ_by_model(moved, "model_name_or_path")
-    sources.put_rope(moved, moved.get("cutoff_len", default=2048))
+    sources.put_rope(moved, moved.get("cutoff_len"))
     if kind == "lora":
-        rank = moved.get("lora_rank", default=8)
-        alpha = moved.get("lora_alpha", default=int(number(rank, 8) * 2))
+        rank = moved.get("lora_rank")
+        alpha = moved.get("lora_alpha") if moved.has("lora_alpha") else int(number(rank, 8) * 2)
         hf_trainer.put_lora(moved, rank, alpha, moved.get("lora_target"))
         if is_on(ratio := moved.get("loraplus_lr_ratio")):
             moved.put("optim.lr_of", {"lora_B": ratio})
     elif moved.words.pop("model.lora_adapter_path", None):
         moved.lack("adapter_name_or_path", "it is not merged into the model: model.path names one with it")
     if moved.is_on("quantization_bit"):
-        form, nested = moved.get("quantization_type", default="nf4"), moved.get("double_quantization", default=True)
-        hf_trainer.read_bits(moved, "quantization_bit", moved.get("quantization_method", default="bnb"), form, nested)
+        form, nested = moved.get("quantization_type"), moved.get("double_quantization")
+        hf_trainer.read_bits(moved, "quantization_bit", moved.get("quantization_method"), form, nested)
     if kind == "freeze":
         own = {name: moved.get(name) for name in ("freeze_trainable_layers", *_FROZEN)}
         put_frozen(moved, "finetuning_type", own)
     elif kind not in ("lora", "full"):
         moved.lack("finetuning_type", "all parameters are trained, or adapters; model.freeze leaves some out")
     _read_experts(moved)
-    hf_trainer.put_split(moved, moved.get("cp_size", "context_parallel_size", default=1))
+    hf_trainer.put_split(moved, moved.get("cp_size", "context_parallel_size"))
     packs = moved.is_on("neat_packing", "packing", "use_packed_sequences")
-    packs = packs or (stage == "pt" and moved.get("packing") is None)
-    rows = moved.get("per_device_train_batch_size", default=8)
-    steps = moved.get("gradient_accumulation_steps", default=1)
+    packs = packs or (stage == "pt" and not moved.has("packing"))
+    rows, steps = moved.get("per_device_train_batch_size"), moved.get("gradient_accumulation_steps")
     hf_trainer.read_batch(moved, rows, steps, packs)
-    hf_trainer.read_trainer(moved, hf_trainer.TrainerDefaults(5e-5))
+    hf_trainer.read_trainer(moved)
     if moved.is_on("use_muon"):
         moved.put("optim.optimizer", "Muon")
     if moved.is_on("use_swanlab"):
@@ -97,21 +79,12 @@ def read_llamafactory(moved: Moved, folder: Path) -> None:
 
 def _put_preferences(moved: Moved, stage: str) -> None:
     """Name the loss of answers, of which likelihoods count by their mean."""
-    name = "kto" if stage == "kto" else str(moved.get("pref_loss", default="sigmoid"))
-    options = {"beta": moved.get("pref_beta", default=0.1)}
-    if name == "kto":
-        options |= {"desirable_weight": moved.get("kto_chosen_weight")}
-        options |= {"undesirable_weight": moved.get("kto_rejected_weight")}
-    elif name == "simpo":
-        options |= {"margin": moved.get("simpo_gamma", default=0.5)}
-    elif name != "orpo":
-        options |= {"label_smoothing": moved.get("dpo_label_smoothing")}
-        if (tail := moved.get("ld_alpha")) is not None:
-            options |= {"length": "common", "tail_weight": tail}
-    if is_on(likelihood := moved.get("pref_ftx")):
-        options |= {"nll_weight": likelihood}
-    if name == "orpo" or is_on(likelihood):
-        options |= {"nll_mode": "sequence"}
+    name = "kto" if stage == "kto" else str(moved.get("pref_loss"))
+    options = preferences.options_of(moved, name)
+    if not is_on(options["nll_weight"]):
+        del options["nll_weight"]
+    if name == "orpo" or "nll_weight" in options:
+        options["nll_mode"] = "sequence"
     preferences.put_loss(moved, "pref_loss", name, options)
 
 
@@ -157,13 +130,13 @@ def put_template(moved: Moved) -> None:
         )
 
 
-def _read_data(moved: Moved, folder: Path) -> None:
+def _read_data(moved: Moved) -> None:
     """Translate the names of datasets by dataset_info.json."""
     info: dict[str, Any] | None = None
-    place = str(moved.get("dataset_dir", default="data"))
+    place = str(moved.get("dataset_dir"))
     for key, node in (("dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
         for name in split_names(moved.get(key)):
-            info = info if info is not None else _dataset_info(place, folder)
+            info = info if info is not None else _dataset_info(moved, place)
             if name not in info:
                 raise DataError(must(key, f"be names of {place}/dataset_info.json", name))
             _put_dataset(moved, key, node, name, info[name], place)
@@ -173,14 +146,14 @@ def _read_data(moved: Moved, folder: Path) -> None:
         moved.differ("max_samples takes the first records of each dataset there; sample draws as many at random")
 
 
-def _dataset_info(place: str, folder: Path) -> dict[str, Any]:
+def _dataset_info(moved: Moved, place: str) -> dict[str, Any]:
     """Read dataset_info.json, beside the YAML or where the command would run."""
     if place.startswith(("REMOTE:", "ONLINE")):
         raise DataError(must("dataset_dir", "be a folder with dataset_info.json", f"{place}: download it first"))
-    tried = [root / place / "dataset_info.json" for root in (Path(), folder, *folder.parents)]
-    path = next((each for each in tried if each.is_file()), None)
+    file = Path(place) / "dataset_info.json"
+    path = moved.file(str(file))
     if path is None:
-        raise DataError(f"dataset_dir={place} must hold the dataset_info.json of LLaMA-Factory; there is no {tried[0]}")
+        raise DataError(f"dataset_dir={place} must hold the dataset_info.json of LLaMA-Factory; there is no {file}")
     try:
         info = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -213,7 +186,8 @@ def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, 
     tags = mapping(f"{name}.tags of dataset_info.json", entry.get("tags"))
     is_chat, is_text = entry.get("formatting", "alpaca") != "alpaca", moved.get("stage") == "pt"
     named = {}
-    for field, (ours, usual) in _COLUMNS.items():
+    known = values_of("llamafactory_columns")
+    for field, (ours, usual) in known.items():
         if is_text and field == "prompt":
             named["text"] = columns.get(field)
         elif columns.get(field) != usual and not (is_chat and field in ("prompt", "query", "response")):
@@ -221,7 +195,8 @@ def _put_dataset(moved: Moved, key: str, node: str, name: str, entry: dict[str, 
     sources.put_columns(moved, key, name, named)
     # What no source has.
     names = {field: tags.get(f"{field}_tag") for field in ("role", "content")}
-    sources.put_message_names(moved, key, name, names, {str(tags[tag]): _ROLES[tag] for tag in _ROLES if tags.get(tag)})
-    moved.lack_others(key, f"{name}: no field is read as", columns, _COLUMNS)
-    known = (*_PLACES, "columns", "tags", "formatting", "ranking", "subset", "split")
-    moved.lack_others(key, f"{name}: no source has", entry, (*known, *["num_samples"] * (node == "data.sources")))
+    roles = values_of("llamafactory_roles").items()
+    sources.put_message_names(moved, key, name, names, {str(tags[tag]): ours for tag, ours in roles if tags.get(tag)})
+    moved.lack_others(key, f"{name}: no field is read as", columns, known)
+    read = (*_PLACES, "columns", "tags", "formatting", "ranking", "subset", "split")
+    moved.lack_others(key, f"{name}: no source has", entry, (*read, *["num_samples"] * (node == "data.sources")))

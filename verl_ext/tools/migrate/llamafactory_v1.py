@@ -1,13 +1,12 @@
 """LLaMA-Factory's version 1: other names, and nodes of plugins."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from verl_ext.tools.migrate import hf_trainer, llamafactory, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, mapping, number
 from verl_ext.tools.migrate.reading import read_yaml
-from verl_ext.tools.migrate.tables import key_table, reason
+from verl_ext.tools.migrate.tables import reason
 
 _PEFT = {  # {a key of peft_config: ours}
     "adapter_name_or_path": "model.lora_adapter_path",
@@ -15,14 +14,14 @@ _PEFT = {  # {a key of peft_config: ours}
 }
 
 
-def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
+def read_llamafactory_v1(moved: Moved) -> None:
     """Translate a YAML of version 1, whose dataset is a YAML of files."""
-    moved.take(key_table("llamafactory_v1"))
+    moved.take("llamafactory_v1")
     moved.put("data.over_length", "truncate")
-    moved.put("data.max_tokens", moved.get("cutoff_len", default=2048))
+    moved.put("data.max_tokens", moved.get("cutoff_len"))
     for key, node in (("train_dataset", "data.sources"), ("eval_dataset", "data.val_sources")):
         if is_on(name := moved.get(key)):
-            _put_v1(moved, key, node, str(name), folder)
+            _put_v1(moved, key, node, str(name))
     # What is trained.
     peft = mapping("peft_config", moved.get("peft_config"))
     if peft.get("name") == "lora":
@@ -44,15 +43,15 @@ def read_llamafactory_v1(moved: Moved, folder: Path) -> None:
     if optim := mapping("optim_config", moved.get("optim_config")):
         _put_optimizer_v1(moved, optim)
     sources.differ_by_model(moved, "model")
-    hf_trainer.put_split(moved, moved.get("cp_size", default=1))
+    hf_trainer.put_split(moved, moved.get("cp_size"))
     # The steps of a run: those of all ranks, or a rank's number of micro-batches.
-    micro, whole = moved.get("micro_batch_size", default=1), moved.get("global_batch_size")
+    micro, whole = moved.get("micro_batch_size"), moved.get("global_batch_size")
     steps = number(moved.get("gradient_accumulation_steps"), 1.0) if whole is None else 0.0
     steps = steps or number(whole) // max(number(micro, 1.0) * (moved.ranks or 1), 1)
     packs = "packing" in str(moved.get("batching_strategy")) or "dynamic" in str(moved.get("batching_strategy"))
     hf_trainer.read_batch(moved, micro, max(steps, 1), packs)
-    moved.put("optim.lr", moved.get("learning_rate", default=1e-4))
-    hf_trainer.read_length(moved, 3)
+    moved.put("optim.lr", moved.get("learning_rate"))
+    hf_trainer.read_length(moved)
     llamafactory.put_template(moved)
     if is_on(epochs := moved.get("save_epochs")):
         if number(epochs) == 1:
@@ -73,8 +72,8 @@ def _put_optimizer_v1(moved: Moved, options: Mapping[str, Any]) -> None:
     moved.put("optim.override_optimizer_config", own | {"eps": options.get("adamw_eps", 1e-8)})
 
 
-def _put_v1(moved: Moved, key: str, node: str, name: str, folder: Path) -> None:
-    path = next((root / name for root in (Path(), folder, *folder.parents) if (root / name).is_file()), None)
+def _put_v1(moved: Moved, key: str, node: str, name: str) -> None:
+    path = moved.file(name)
     if path is None or not name.endswith((".yaml", ".yml")):
         sources.put_data(moved, key, node, name)
         return

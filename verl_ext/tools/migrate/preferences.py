@@ -4,14 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_ext.tools.migrate.line import Moved, listed, number
+from verl_ext.tools.migrate.tables import values_of
 
-# {a trainer's name: ours}
-LOSSES = {
-    "sigmoid": "dpo",
-    "sigmoid_norm": "dpo_norm",
-    "apo_zero_unpaired": "apo_zero",
-    **{name: name for name in ("dpo", "hinge", "ipo", "robust", "apo_zero", "apo_down", "simpo", "cpo", "orpo", "kto")},
-}
 REWARDS = ("rm", "ppo", "grpo", "gdpo", "gkd", "ebft")  # what is not a loss of given answers
 ELSEWHERE = "verl's own trainers have PPO and GRPO; reward models are not trained"
 
@@ -21,15 +15,15 @@ def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> N
 
     Prompts with answers that are too long are left out as a whole.
     """
-    if name not in LOSSES:
-        moved.lack(key, f"loss has {', '.join(sorted({*LOSSES.values()}))}")
+    if (loss := values_of("losses").get(name)) is None:
+        moved.lack(key, f"loss has {_losses()}")
         return
-    moved.put("loss", LOSSES[name])
+    moved.put("loss", loss)
     for option, value in options.items():
         if value is not None:
             moved.put(f"loss.{option}", value)
     moved.put("data.over_length", "drop")
-    if LOSSES[name] != "kto":
+    if loss != "kto":
         moved.differ("data.max_tokens holds a prompt with both of its answers: twice the length, which is of one there")
         given = moved.words.get("data.max_tokens")
         if length := number(given):
@@ -39,6 +33,24 @@ def put_loss(moved: Moved, key: str, name: str, options: Mapping[str, Any]) -> N
     moved.differ("a prompt or an answer that is too long is cut there; data.over_length=drop leaves the whole unit out")
 
 
+def _losses() -> str:
+    return ", ".join(sorted({*values_of("losses").values()}))
+
+
+def options_of(moved: Moved, loss: str, beta: Any = None) -> dict[str, Any]:
+    """Return {option of a loss: its value or None} by the section `answers` of the trainer's table.
+
+    beta: the loss's β if another key than the table's has it.
+    """
+    options: dict[str, Any] = {}
+    for option, keys in moved.answers.get(loss, moved.answers["others"]).items():
+        value = beta if option == "beta" and beta is not None else moved.get(*keys.split())
+        if option == "tail_weight" and value is not None:  # the answers' common length counts as a whole
+            options["length"] = "common"
+        options[option] = value
+    return options
+
+
 def put_label(moved: Moved) -> None:
     """Name the field of an answer's label."""
     if not {"columns", "columns.kto_tag"} & moved.words.keys():
@@ -46,33 +58,21 @@ def put_label(moved: Moved) -> None:
         moved.differ("columns.kto_tag=label is the field of an answer's label there; leave it out for pairs")
 
 
-def read_loss(
-    moved: Moved, key: str, loss_key: str, likelihood: str, betas: Mapping[str, float], family: str = "dpo"
-) -> None:
-    """Translate the keys that TRL and ms-swift share.
-
-    key, loss_key: the keys of a loss's family and of its form. likelihood: that of the weight of the preferred answers'
-    likelihood in DPO. betas: {a family: its β by default}, 0.1 for others. family: the one without a key.
-    """
-    family = str(moved.get(key, default=family))
-    forms = [str(form) for form in listed(moved.get(loss_key))]
+def read_loss(moved: Moved, family: str) -> None:
+    """Translate the keys that TRL and ms-swift share: the form of a family's loss, and its options."""
+    forms = [str(form) for form in listed(moved.get("loss_type"))]
     if len(forms) > 1:
-        moved.lack(loss_key, f"loss is one of {', '.join(sorted({*LOSSES.values()}))}, without sums of several")
+        moved.lack("loss_type", f"loss is one of {_losses()}, without sums of several")
     name = forms[0] if len(forms) == 1 and family in ("dpo", "cpo", "kto") else family
     if family == "cpo" and name != "simpo":
         name = "cpo" if name in ("sigmoid", "cpo") else f"cpo of {name}"
-    options = {"beta": moved.get("beta", default=betas.get(family, 0.1))}
+    if family == "simpo":
+        moved.usual["beta"] = 2.0
+    if name == "simpo":
+        moved.usual["cpo_alpha"] = 1.0
+    options = options_of(moved, name)
     if name == "kto":
-        options |= {side: moved.get(side) for side in ("desirable_weight", "undesirable_weight")}
         put_label(moved)
-    elif name == "simpo":
-        options |= {"margin": moved.get("simpo_gamma"), "nll_weight": moved.get("cpo_alpha", default=1.0)}
-    elif name == "cpo":
-        options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get("cpo_alpha")}
-    elif name != "orpo":
-        options |= {"label_smoothing": moved.get("label_smoothing"), "nll_weight": moved.get(likelihood)}
-        if (tail := moved.get("ld_alpha")) is not None:
-            options |= {"length": "common", "tail_weight": tail}
-    put_loss(moved, key if name == family else loss_key, name, options)
+    put_loss(moved, "rlhf_type" if name == family else "loss_type", name, options)
     if (reference := moved.get("ref_model", "ref_model_path")) is not None:
         moved.put("reference.path", reference)

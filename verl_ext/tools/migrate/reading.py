@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from verl_ext.options import DataError, first_line, must
 WORD = re.compile(
     r"""(?:\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`|[^\s'"\\`]|\\.|'[^']*'|"(?:\\.|[^"\\])*")+""", re.DOTALL
 )
-END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
+_END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
+_SETTING = re.compile(r"\w+=.*", re.DOTALL)  # of a variable, before a command
 _RANKS = re.compile(r"(?:--nproc[_-]per[_-]node|--num[_-]processes)(?:=(.+))?")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 # Variables of the environment by which ms-swift reads images, videos and sounds.
@@ -38,18 +40,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def without_comments(script: str) -> str:
-    """Return a script whose lines end before their comments."""
-    return "\n".join(map(_without_comment, script.splitlines()))
-
-
-def _without_comment(line: str) -> str:
-    """Return a line up to its comment; a # inside quotes begins none."""
-    for match in re.finditer(r"(?:^|(?<=\s))#", line):
-        before = line[: match.start()]
-        if before.count("'") % 2 == before.count('"') % 2 == 0:
-            return before
-    return line
+def file_below(folder: Path, name: str) -> Path | None:
+    """Return where a named file lies: here, in the folder or in one above it."""
+    roots = (Path(), folder, *folder.resolve().parents)
+    return next((path for root in roots if (path := root / name).is_file()), None)
 
 
 def unquoted(word: str) -> str:
@@ -64,6 +58,16 @@ def unquoted(word: str) -> str:
     with suppress(ValueError):
         kept = "".join(shlex.split(kept))
     return re.sub(r"\x00(\d+)\x00", lambda match: hidden[int(match[1])], kept)
+
+
+def end_of(words: Sequence[str], start: int = 0) -> int:
+    """Return the number of the first word that is not of the command any more."""
+    return next((number for number in range(start, len(words)) if _END.fullmatch(words[number])), len(words))
+
+
+def settings_of(words: Sequence[str]) -> list[str]:
+    """Return the variables that are set before a command."""
+    return [*takewhile(_SETTING.fullmatch, words)]
 
 
 def flags_of(words: Sequence[str]) -> dict[str, Any]:

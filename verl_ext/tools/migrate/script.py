@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from operator import eq, ge, gt, le, lt, ne
 
 from verl_ext.options import UsageError, must
-from verl_ext.tools.migrate.reading import END, IMAGE_SETTINGS, WORD, unquoted, without_comments
+from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, WORD, end_of, unquoted
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"""(?<![^\s;])([A-Za-z_]\w*)(\+?)=\(((?:[^()'"]|'[^']*'|"(?:\\.|[^"\\])*"|\$\([^()]*\))*)\);?""")
 _VARIABLE = re.compile(
     r"'[^']*'|\"?\$\{(?P<array>\w+)\[[@*]\](?:\+[^{}]*\{[^{}]*\}[^{}]*)?\}\"?|\$\{(?P<name>\w+)(?::?-(?P<usual>(?:[^{}]|\{[^{}]*\})*))?\}|\$(?P<bare>[A-Za-z_]\w*)"
 )
+_COMMENT = re.compile(r"(?:^|(?<=\s))#")
 _SETTERS = ("export", "declare", "local", "readonly")
 _TESTS = {
     **{"=": eq, "==": eq, "!=": ne},
@@ -55,7 +56,7 @@ class Script:
         self._variables: dict[str, str] = {}
         self._arrays: dict[str, str] = {}
         self._branches: list[_Branches] = []
-        text = re.sub(r"\\[ \t]*(\n|\Z)", " ", without_comments(text))
+        text = re.sub(r"\\[ \t]*(\n|\Z)", " ", "\n".join(map(_without_comment, text.splitlines())))
         text = re.sub(
             r"<<-?\s*(['\"]?)(\w+)\1([^\n]*)\n.*?\n\s*\2(?=\s)", r"\3", text, flags=re.DOTALL
         )  # written elsewhere
@@ -73,7 +74,7 @@ class Script:
             pieces = [(match[1], ";") if (match := ends.fullmatch(word)) else (word,) for word in WORD.findall(line)]
             words = [word for each in pieces for word in each]
             while words:
-                end = next((number for number, word in enumerate(words) if END.fullmatch(word)), len(words))
+                end = end_of(words)
                 self._read(words[:end])
                 self._end_of_one()
                 if words[0] in ("[", "[[") and words[end : end + 1] in (["&&"], ["||"]):
@@ -154,6 +155,15 @@ class Script:
             return self._variables.get(name, match[0] if usual is None else usual)
 
         return _VARIABLE.sub(value, text)
+
+
+def _without_comment(line: str) -> str:
+    """Return a line up to its comment; a # inside quotes begins none."""
+    for match in _COMMENT.finditer(line):
+        before = line[: match.start()]
+        if before.count("'") % 2 == before.count('"') % 2 == 0:
+            return before
+    return line
 
 
 def commands_of(text: str) -> list[list[str]]:

@@ -14,39 +14,29 @@ from typing import Any
 
 from verl_ext.options import UsageError, must, spell
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping, shell_word
-from verl_ext.tools.migrate.tables import key_table, reason
+from verl_ext.tools.migrate.tables import reason, values_of
 
 _QUANTIZES = ("export_quantization_bit", "quant_method")
 _COMPRESSES = "docs/guides/serving.md has the lines of llm-compressor, which quantizes a merged folder"
 _RANKS = (32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes, above its default of 16
-_SIZES = {  # {a name here: the flags of vLLM and of SGLang}
-    "length": ("--max-model-len", "--context-length"),
-    "split": ("--tensor-parallel-size", "--tp-size"),
-    "copies": ("--data-parallel-size", "--dp-size"),
-    "share": ("--gpu-memory-utilization", "--mem-fraction-static"),
-    "host": ("--host", "--host"),
-    "port": ("--port", "--port"),
-    "name": ("--served-model-name", "--served-model-name"),
-    "trusts": ("--trust-remote-code", "--trust-remote-code"),
-}
 
 
-def read_llamafactory_model(moved: Moved, folder: Path) -> None:
+def read_llamafactory_model(moved: Moved) -> None:
     """Translate a YAML that `chat` or `api` serve, or `export` writes."""
-    moved.take(key_table("llamafactory_served"))
+    moved.take("llamafactory_served")
     peft = mapping("peft_config", moved.get("peft_config"))
-    names = {"adapter_name_or_path": "adapters", "export_dir": "folder", "export_size": "shard_gb"}
-    moved.words |= {ours: peft[theirs] for theirs, ours in names.items() if is_on(peft.get(theirs))}
+    own = {"adapter_name_or_path": "adapters", "export_dir": "folder", "export_size": "shard_gb"}
+    moved.words |= {ours: peft[theirs] for theirs, ours in own.items() if is_on(peft.get(theirs))}
     (_merge if "folder" in moved.words else _serve)(moved)
 
 
-def read_swift_model(moved: Moved, folder: Path, writes: bool = False) -> None:
+def read_swift_model(moved: Moved, writes: bool = False) -> None:
     """Translate the flags of `swift infer`, `deploy` and `app`, or of `export`."""
     if (task := str(moved.values.get("task_type", "causal_lm"))) != "causal_lm":
         raise UsageError(must("task_type", f"be causal_lm: {reason('classifies')}", task))
     if moved.is_on("to_cached_dataset"):
         raise UsageError("to_cached_dataset must stand before the training of its tokens: `verl-ext train` makes them")
-    moved.take(key_table("swift_served"))
+    moved.take("swift_served")
     if writes and moved.is_on("push_to_hub"):
         place = moved.words.get("folder") or next(iter(listed(moved.words.get("adapters"))), moved.words.get("model"))
         moved.become(
@@ -58,10 +48,10 @@ def read_swift_model(moved: Moved, folder: Path, writes: bool = False) -> None:
         _serve(moved)
 
 
-def read_axolotl_model(moved: Moved, folder: Path, writes: bool = False) -> None:
+def read_axolotl_model(moved: Moved, writes: bool = False) -> None:
     """Translate a YAML that `axolotl inference` or `axolotl merge-lora` read."""
-    moved.take(key_table("axolotl_served"))
-    place = str(moved.get("output_dir", default="./model-out"))
+    moved.take("axolotl_served")
+    place = str(moved.get("output_dir"))
     moved.words.setdefault("adapters", place)
     if writes:
         moved.words["folder"] = f"{place.rstrip('/')}/merged"
@@ -70,8 +60,7 @@ def read_axolotl_model(moved: Moved, folder: Path, writes: bool = False) -> None
 
 def _base_of(moved: Moved, adapters: list[str]) -> tuple[str, int | None]:
     """Return the model, given or the adapters' own, and their rank if known."""
-    places = [[root / each / "adapter_config.json" for root in moved.folders] for each in adapters]
-    found = [next((path for path in paths if path.is_file()), None) for paths in places]
+    found = [moved.file(str(Path(each) / "adapter_config.json")) for each in adapters]
     configs: list[Mapping[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in found if path]
     named = next((each["base_model_name_or_path"] for each in configs if each.get("base_model_name_or_path")), "BASE")
     ranks = [int(each.get("r") or 0) for each in configs]
@@ -97,7 +86,7 @@ def _serve(moved: Moved) -> None:
         line += ["--max-lora-rank", str(next((size for size in _RANKS if size >= rank), rank))]
     elif modules and rank is None and not backend:
         moved.differ("vLLM refuses adapters of a rank above 16 without --max-lora-rank")
-    for name, flags in _SIZES.items():
+    for name, flags in values_of("flags").items():
         if name in words:
             line += [flags[backend], *[shell_word(str(words[name]))] * (name != "trusts")]
     if (template := moved.get("template", "chat_template")) is not None:

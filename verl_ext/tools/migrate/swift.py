@@ -2,88 +2,65 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from verl_ext.options import UsageError, must
 from verl_ext.tools.migrate import hf_trainer, preferences, sources
 from verl_ext.tools.migrate.line import Moved, is_on, listed, mapping
-from verl_ext.tools.migrate.tables import key_table, reason
+from verl_ext.tools.migrate.tables import page, reason, values_of
 
-NAME = "ms-swift"
-_OF_VERSION_2 = {  # {a name there: that of version 3}
-    **{"sft_type": "train_type", "model_id_or_path": "model", "dtype": "torch_dtype", "template_type": "template"},
-    **{"batch_size": "per_device_train_batch_size", "eval_batch_size": "per_device_eval_batch_size"},
-    **{"custom_train_dataset_path": "dataset", "custom_val_dataset_path": "val_dataset"},
-    **{"dataset_test_ratio": "split_dataset_ratio", "lora_target_modules": "target_modules"},
-    **{"lora_dropout_p": "lora_dropout", "deepspeed_config_path": "deepspeed", "use_flash_attn": "attn_impl"},
-}
 _CACHED = ("cached_dataset", "cached_val_dataset")
-# ms-swift's weights of an agent's turns: of what a pattern matches, or of a key and of the text after it
-_SCALES: dict[str, dict[str, tuple[float, ...]]] = {
-    "hermes": {r"<tool_call>[\s\S]+?</tool_call>": (2.0,)},
-    "react": {
-        **dict.fromkeys(("Action:", "Action Input:"), (2.0, 2.0)),
-        **dict.fromkeys(("Thought:", "Final Answer:"), (1.0, 1.0)),
-        "Observation:": (2.0, 0.0),
-    },
-    "qwen": {
-        **dict.fromkeys(("✿FUNCTION✿:", "✿ARGS✿:"), (2.0, 2.0)),
-        "✿RETURN✿:": (1.0, 1.0),
-        "✿RESULT✿:": (2.0, 0.0),
-    },
-}
 
 
-def read_swift(moved: Moved, folder: Path) -> None:
+def read_swift(moved: Moved) -> None:
     """Translate the command's flags."""
-    if old := [name for name in _OF_VERSION_2 if name in moved.values]:
-        moved.values = {_OF_VERSION_2.get(name, name): value for name, value in moved.values.items()}
+    of_version_2 = values_of("swift_2")
+    if old := [name for name in of_version_2 if name in moved.values]:
+        moved.values = {of_version_2.get(name, name): value for name, value in moved.values.items()}
         moved.values.setdefault("warmup_ratio", 0.05)
         dtype = str(moved.values.get("torch_dtype", ""))
         moved.values["torch_dtype"] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype)
         moved.differ(f"{', '.join(old)}: names of ms-swift 2, whose default of warmup_ratio is 0.05")
-    moved.take(key_table("swift"))
-    read_swift_keys(moved, "lora")
+    moved.take("swift")
+    read_swift_keys(moved)
 
 
-def read_swift_keys(moved: Moved, usual: str) -> None:
-    """Translate the keys that need each other; `usual`: what is trained without a word."""
-    kind = str(moved.get("tuner_type", "train_type", default=usual))
+def read_swift_keys(moved: Moved) -> None:
+    """Translate the keys that need each other."""
+    kind = str(moved.get("tuner_type", "train_type"))
     trains_texts = moved.get("use_chat_template") is False
-    if (task := str(moved.get("task_type", default="causal_lm"))) != "causal_lm":
+    if (task := str(moved.get("task_type"))) != "causal_lm":
         raise UsageError(must("task_type", f"be causal_lm: {reason('classifies')}", task))
-    if (family := str(moved.get("rlhf_type", default=""))) in preferences.REWARDS:
+    if (family := str(moved.get("rlhf_type"))) in preferences.REWARDS:
         raise UsageError(must("rlhf_type", "be a loss of given answers", f"{family}: {preferences.ELSEWHERE}"))
     _read_data(moved)
-    moved.put("data.max_tokens", moved.get("packing_length", "max_length", default=2048))
-    if moved.get("packing_length", "max_length") is None:
+    moved.put("data.max_tokens", moved.get("packing_length", "max_length"))
+    if not moved.has("packing_length", "max_length"):
         moved.differ("max_length not given: the model's length there; data.max_tokens is the budget of a pack")
-    cut = str(moved.get("truncation_strategy", default="delete")).lower()
+    cut = str(moved.get("truncation_strategy")).lower()
     moved.put("data.over_length", {"right": "truncate", "left": "truncate", "split": "split"}.get(cut, "drop"))
     if cut == "left":
         moved.lack("truncation_strategy", "data.over_length=truncate cuts the end of a document")
     if cut == "delete":
         moved.differ("longer records are left out there: data.over_length=drop counts them in the report")
     if family:
-        preferences.read_loss(moved, "rlhf_type", "loss_type", "rpo_alpha", {"simpo": 2.0})
-    elif moved.get("loss_type", default="loss_scale") != "loss_scale":
+        preferences.read_loss(moved, family)
+    elif moved.get("loss_type") not in (None, "loss_scale"):
         moved.lack("loss_type", "loss.mode names the mean; a loss of one's own is loss.custom_cls")
     _read_model(moved, kind)
     # The steps of a run.
-    hf_trainer.put_split(moved, moved.get("sequence_parallel_size", default=1))
+    hf_trainer.put_split(moved, moved.get("sequence_parallel_size"))
     if moved.is_on("packing") and moved.get("packing_strategy") == "sequential":
         moved.put("data.strategy", "next_fit")
-    per_device = moved.get("per_device_train_batch_size", default=1)
+    per_device = moved.get("per_device_train_batch_size")
     steps = moved.get("gradient_accumulation_steps")
     if steps is None or "expr" in str(steps):
         whole = re.search(r"expr\s+(\d+)", str(steps))  # $(expr 16 / $nproc_per_node): so many over all ranks
         steps = max(int(whole[1] if whole else 16) // (moved.ranks or 1), 1)
     hf_trainer.read_batch(moved, per_device, steps, moved.is_on("packing"))
-    rate = 1e-5 if kind == "full" else 1e-4
-    hf_trainer.read_trainer(
-        moved, hf_trainer.TrainerDefaults(rate, "cosine", decay=0.1, beta2=0.95, validates=True, idles=True)
-    )
+    if kind == "full":
+        moved.usual["learning_rate"] = 1e-5
+    hf_trainer.read_trainer(moved, validates=True, idles=True)
     if moved.get("optimizer") == "muon":
         moved.put("optim.optimizer", "Muon")
     elif moved.is_on("optimizer"):
@@ -103,24 +80,21 @@ def read_swift_keys(moved: Moved, usual: str) -> None:
         moved.lack("early_stop_interval", hf_trainer.NO_VALIDATION)
 
 
-_BITS = {"quant_type": "nf4", "use_double_quant": True}  # of four bits, and their defaults
-
-
 def _read_model(moved: Moved, kind: str) -> None:
     """Translate the model, its adapters and what is frozen."""
     sources.differ_by_model(moved, "model")
     sources.put_rope(moved, moved.get("max_model_len"))
     if kind in ("lora", "lora_llm"):
-        rank, alpha = moved.get("lora_rank", default=8), moved.get("lora_alpha", default=32)
-        hf_trainer.put_lora(moved, rank, alpha, moved.get("target_regex", "target_modules"), 0.05)
+        rank, alpha = moved.get("lora_rank"), moved.get("lora_alpha")
+        hf_trainer.put_lora(moved, rank, alpha, moved.get("target_regex", "target_modules"))
         if is_on(ratio := moved.get("lorap_lr_ratio")):
             moved.put("optim.lr_of", {"lora_B": ratio})
     elif kind != "full":
         moved.lack("tuner_type" if "tuner_type" in moved.values else "train_type", "adapters are LoRA's")
-    bits = "quantization_bit" if moved.is_on("quantization_bit") else "quant_bits"
-    if moved.is_on(bits, "quant_method"):
-        form, nested = (moved.get(f"bnb_4bit_{name}", default=usual) for name, usual in _BITS.items())
-        hf_trainer.read_bits(moved, bits, moved.get("quant_method", default="bnb"), form, nested)
+    asks = ("quantization_bit", "quant_bits", "quant_method")
+    if bits := next((key for key in asks if moved.is_on(key)), None):
+        form, nested = moved.get("bnb_4bit_quant_type"), moved.get("bnb_4bit_use_double_quant")
+        hf_trainer.read_bits(moved, bits, moved.get("quant_method"), form, nested)
     if adapters := listed(moved.get("adapters")):
         moved.put("model.lora_adapter_path", adapters[0])
         if len(adapters) > 1:
@@ -132,16 +106,17 @@ def _read_model(moved: Moved, kind: str) -> None:
 
 def _read_learnt(moved: Moved, trains_texts: bool) -> None:
     """Translate what of a chat is learnt, and with which weight."""
-    scale = str(moved.get("loss_scale", default="default"))
+    scale = str(moved.get("loss_scale"))
     if "last_round" in scale:
         moved.put("turns", "last")
     parts = re.split(r"[+,]", scale)
     if "all" in parts and not trains_texts:
         moved.put("prompts", "learn")
-    for name in [part for part in parts if part in _SCALES]:
-        moved.put("weights", {**moved.words.get("weights", {}), **_patterns(_SCALES[name])})
+    scales = page("values")["scales"]
+    for name in [part for part in parts if part in scales]:
+        moved.put("weights", {**moved.words.get("weights", {}), **_patterns(scales[name])})
         moved.differ(f"loss_scale={name}: a step's loss is divided by the sum of the weights here, there by the tokens")
-    if {*parts} - {"default", "last_round", "ignore_empty_think", "none", "all", *_SCALES} and not trains_texts:
+    if {*parts} - {"default", "last_round", "ignore_empty_think", "none", "all", *scales} and not trains_texts:
         moved.lack("loss_scale", "weights has factors by patterns of the assistant's turns")
     if trains_texts:
         moved.differ("messages of a chat are joined without a template there, and learnt whole; here one renders them")
@@ -197,7 +172,7 @@ def _read_data(moved: Moved) -> None:
             moved.lack(key, "tokens that ms-swift wrote are not read: give the raw files")
 
 
-def _patterns(scale: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
+def _patterns(scale: Mapping[str, list[float]]) -> dict[str, float]:
     """Return weights by patterns: of a key, and of the text after it."""
     keys, found = "|".join(map(re.escape, scale)), dict[str, float]()
     for key, (own, *after) in scale.items():
@@ -211,7 +186,7 @@ def _tokens_of(moved: Moved, token: str) -> list[str]:
     """Return a token, or those of a file's lines."""
     if not token.endswith(".txt"):
         return [token]
-    path = next((each for root in moved.folders if (each := root / token).is_file()), None)
+    path = moved.file(token)
     if path is None:
         moved.lack("new_special_tokens", f"{token} is not here: name its lines")
         return []

@@ -1,55 +1,32 @@
 """ms-swift's Megatron engine: `megatron sft`, `pt` and `rlhf`, by the names of `swift sft`."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 from verl_ext.tools.migrate import swift
 from verl_ext.tools.migrate.line import Moved, is_on, listed, number
-from verl_ext.tools.migrate.tables import key_table
+from verl_ext.tools.migrate.tables import values_of
 
-_NAMES = {  # {a key here: that of `swift sft`}
-    "lr": "learning_rate",
-    "lr_decay_style": "lr_scheduler_type",
-    "lr_warmup_fraction": "warmup_ratio",
-    "lr_warmup_iters": "warmup_steps",
-    "train_iters": "max_steps",
-    "micro_batch_size": "per_device_train_batch_size",
-    "context_parallel_size": "sequence_parallel_size",
-    "moe_aux_loss_coeff": "router_aux_loss_coef",
-    "modules_to_save": "modules_to_save",
-    "target_modules": "target_modules",
-}
 _STEPS = "gradient_accumulation_steps"
 _SCHEDULES = {"wsd": "warmup_stable_decay"}
-_MODULES = {  # {Megatron's modules: transformers'}
-    "word_embeddings": ("embed_tokens",),
-    "output_layer": ("lm_head",),
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
 
 
-def read_megatron(moved: Moved, folder: Path) -> None:
+def read_megatron(moved: Moved) -> None:
     """Translate the command's flags."""
-    moved.take(key_table("swift_megatron"))
-    values, known = moved.values, dict(moved.values)
-    # For a while the values stand under the names of `swift sft`.
-    for theirs, name in _NAMES.items():
-        if (value := moved.get(theirs)) is not None:
-            values[name] = _renamed(moved, theirs, value)
+    moved.take("megatron")
+    names = {own: name for own, name in values_of("megatron").items() if moved.has(own)}
+    moved.adopt(names)
+    moved.adopted |= {name: _renamed(moved, own, moved.adopted[name]) for own, name in names.items()}
     # A step counts the rows of all ranks there too.
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    group = math.prod(max(int(number(moved.get(name, default=1), 1.0)), 1) for name in sizes)
+    group = math.prod(max(int(number(moved.get(name), 1.0)), 1) for name in sizes)
     ranks, moved.ranks = moved.ranks, moved.ranks or group
-    rows = int(number(moved.get("global_batch_size", default=16), 16.0))
-    micro = max(int(number(moved.get("micro_batch_size", default=1), 1.0)), 1)
-    values[_STEPS] = max(rows // (micro * max(moved.ranks // group, 1)), 1)
-    if str(moved.get("recompute_granularity", default="selective")) == "none":
-        values["gradient_checkpointing"] = False
-    swift.read_swift_keys(moved, "full")
+    rows = int(number(moved.get("global_batch_size"), 16.0))
+    micro = max(int(number(moved.get("micro_batch_size"), 1.0)), 1)
+    moved.adopted[_STEPS] = max(rows // (micro * max(moved.ranks // group, 1)), 1)
+    if str(moved.get("recompute_granularity")) == "none":
+        moved.adopted["gradient_checkpointing"] = False
+    swift.read_swift_keys(moved)
     moved.ranks = ranks
     moved.put("data.train_batch_size", rows)
     if is_on(least := moved.get("min_lr")):
@@ -58,7 +35,6 @@ def read_megatron(moved: Moved, folder: Path) -> None:
         moved.differ(
             "adapters of q_proj, k_proj and v_proj are apart, there of one matrix; of experts there is none here"
         )
-    moved.restore(known, {name: theirs for theirs, name in _NAMES.items()})
 
 
 def _renamed(moved: Moved, key: str, value: Any) -> Any:
@@ -69,9 +45,10 @@ def _renamed(moved: Moved, key: str, value: Any) -> Any:
         return listed(value)[0]
     if key not in ("modules_to_save", "target_modules"):
         return value
-    names = [each for name in listed(value) for each in _MODULES.get(str(name), (str(name),))]
+    modules = values_of("megatron_modules")
+    ours = [each for name in listed(value) for each in modules.get(str(name), [str(name)])]
     if key == "modules_to_save":
-        moved.put("model.modules_to_save", names)
-    if other := [name for name in names if name.startswith(("linear_", "all-")) and name != "all-linear"]:
+        moved.put("model.modules_to_save", ours)
+    if other := [name for name in ours if name.startswith(("linear_", "all-")) and name != "all-linear"]:
         moved.lack(key, f"adapters and copies are of transformers' modules; got {', '.join(other)}")
-    return names
+    return ours

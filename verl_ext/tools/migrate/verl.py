@@ -10,14 +10,12 @@ Words, quotes and shell variables keep their spelling.
 """
 
 import re
-from collections.abc import Sequence
-from itertools import takewhile
 
 from verl_ext.config.translation import translate
 from verl_ext.options import UsageError, must
 from verl_ext.overrides import Item
 from verl_ext.tools.migrate.line import shell_word, written_run
-from verl_ext.tools.migrate.reading import END, WORD, ranks_of, unquoted
+from verl_ext.tools.migrate.reading import WORD, end_of, ranks_of, settings_of, unquoted
 from verl_ext.tools.migrate.script import Script
 
 _TRAINER = re.compile(r"verl\.trainer\.(?:fsdp_sft_trainer|sft_trainer|sft_trainer_ray)|(?:\S*/)?fsdp_sft_trainer\.py")
@@ -66,7 +64,9 @@ def migrate_verl(text: str, to: str | None = None) -> str:
     start = next((number for number, word in enumerate(words) if _TRAINER.fullmatch(unquoted(word))), None)
     if start is None:
         raise UsageError("command must start verl's fsdp_sft_trainer, sft_trainer or sft_trainer_ray; got none of them")
-    end = next((number for number, word in enumerate(words) if number > start and END.fullmatch(word)), len(words))
+    end = end_of(words, start + 1)
+    settings = settings_of(words)
+    ranks = ranks_of(words[len(settings) : start])
     items, others = [], []
     for word in words[start + 1 : end]:
         # A word quoted as a whole, 'trainer.logger=[console]', becomes trainer.logger='[console]'.
@@ -82,7 +82,12 @@ def migrate_verl(text: str, to: str | None = None) -> str:
     comments = [f"leave data.custom_cls.* out if your class {does}"] * own_class
     is_old = "fsdp_sft_trainer" in words[start]
     found = translate(items, own_class, packed=True, is_known=is_known, is_old=is_old, writes_rate=True)
-    lines = [_start(words, start, bool(found.sources))]
+    # Raw files are tokenized first, by a command that starts the ranks itself.
+    starts = [*settings, "verl-ext train", *([] if ranks is None else [f"nproc={ranks}"])]
+    if not found.sources:
+        module = "verl_ext.fsdp_sft_trainer" + "_ray" * unquoted(words[start]).endswith("_ray")
+        starts = [*words[:start], *([] if words[:start][-1:] == ["-m"] else ["-m"]), module]
+    lines = [" ".join(starts)]
     for item in (*found.sources, *found.items):
         # A key that the schema has needs no plus.
         prefix = "" if item.prefix.startswith("+") and is_known(item.key) else item.prefix
@@ -101,16 +106,5 @@ def migrate_verl(text: str, to: str | None = None) -> str:
         if others:
             comments.append(f"not in the file, because it is not an override: {' '.join(others)}")
         new = [str(Item(item.prefix, item.key, item.value)) for item in (*found.sources, *found.items)]
-        before = list(takewhile(lambda word: re.fullmatch(r"\w+=.*", word, re.DOTALL), words))
-        return written_run(to, new, ranks_of(words[len(before) : start]), comments)
+        return written_run(to, new, ranks, comments)
     return "\n".join([" \\\n    ".join(lines), *(f"# {line}" for line in comments)])
-
-
-def _start(words: Sequence[str], start: int, tokenizes: bool) -> str:
-    """Return the new command's first line: `verl-ext train` for raw files."""
-    if tokenizes:
-        before = list(takewhile(lambda word: re.fullmatch(r"\w+=.*", word, re.DOTALL), words))
-        number = ranks_of(words[len(before) : start])
-        return " ".join([*before, "verl-ext train", *([] if number is None else [f"nproc={number}"])])
-    module = "verl_ext.fsdp_sft_trainer" + "_ray" * unquoted(words[start]).endswith("_ray")
-    return " ".join([*words[:start], *([] if words[:start][-1:] == ["-m"] else ["-m"]), module])
