@@ -134,3 +134,21 @@ def test_the_file_of_accelerate_gives_a_command_its_ranks_and_sharding(folder, c
     assert "# unknown" not in text
     assert migrate(MigrateOptions(command.format("gone.yaml"))).startswith("verl-ext train \\")
     assert names(capsys.readouterr().err, "gone.yaml", "--config_file")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nproc", "rows"),
+    [
+        ("torchrun --nnodes 4 --nproc_per_node=8", 8, 64),
+        ("NNODES=2 NPROC_PER_NODE=4 torchrun", 4, 16),
+        ("accelerate launch --num_machines 2 --num_processes 16", 8, 32),
+        ("accelerate launch --config_file two.yaml", 2, 8),
+    ],
+)
+def test_a_step_of_several_nodes_counts_the_ranks_of_all(launcher, nproc, rows, folder):
+    (folder / "two.yaml").write_text(yaml.safe_dump({**LAUNCHED, "num_machines": 2}))
+    training = "trl/scripts/sft.py --model_name_or_path M --dataset_name o/a --per_device_train_batch_size 2"
+    lines = migrate(MigrateOptions(f"{launcher} {training}")).splitlines()
+    assert lines[0].startswith(f"verl-ext train nproc={nproc} ")
+    assert f"    data.train_batch_size={rows} \\" in lines
+    assert any(names(line, "verl-ext launch") for line in lines if line.startswith("# differs"))

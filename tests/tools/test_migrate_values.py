@@ -182,9 +182,12 @@ ROWS = [
     ("swift", {"deepspeed": "zero2"}, {"engine.reshard_after_forward": False, "engine.offload_policy": None}, ""),
     ("swift", {"deepspeed": "zero3_offload"}, {"engine.offload_policy": True}, ""),
     ("swift", {"deepspeed": "zero3.json"}, {"engine.offload_policy": True, "engine.reshard_after_forward": False}, ""),
+    ("swift", {"deepspeed": "gone3.json"}, {"engine.reshard_after_forward": None}, "differs deepspeed: gone3.json"),
+    ("swift", {"deepspeed": {"bf16": {"enabled": True}}}, {"engine.reshard_after_forward": False}, ""),  # stage 0
+    ("swift", {"deepspeed": {"deepspeed_config_file": "zero3.json"}}, {"engine.offload_policy": True}, ""),
     ("axolotl", {"fsdp_config": {"reshard_after_forward": False}}, {"engine.reshard_after_forward": False}, ""),
     ("axolotl", {"fsdp_config": {"reshard_after_forward": True}}, {"engine.reshard_after_forward": None}, ""),
-    ("swift", {"deepspeed": "split.json"}, {"engine.reshard_after_forward": None}, "lacks deepspeed"),
+    ("swift", {"deepspeed": "split.json"}, {"engine.reshard_after_forward": False}, "lacks deepspeed"),
     # data sets: names of roles, fields of messages, texts that are filled in
     ("llamafactory", {}, {"message_columns": {"role": "speaker", "content": "says"}, "columns.kto_tag": "label"}, ""),
     ("llamafactory", {}, {"roles": {"Customer": "user"}}, ""),

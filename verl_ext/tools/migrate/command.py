@@ -9,7 +9,7 @@ verl-ext migrate 'torchrun … -m verl.trainer.fsdp_sft_trainer model.partial_pr
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +30,8 @@ from verl_ext.tools.migrate import (
     trl,
     verl,
 )
-from verl_ext.tools.migrate.line import Moved, mapping, tokenize_keys, written_run
-from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, file_below, flags_of, ranks_of, read_yaml
+from verl_ext.tools.migrate.line import Moved, mapping, number, tokenize_keys, written_run
+from verl_ext.tools.migrate.reading import IMAGE_SETTINGS, file_below, flags_of, read_yaml, topology_of
 from verl_ext.tools.migrate.script import commands_of
 from verl_ext.tools.migrate.tables import page
 
@@ -64,11 +64,12 @@ READERS = {
 
 
 class _Program(NamedTuple):
-    """A program with its keys: the name of their reader, and the ranks that its words tell."""
+    """A program with its keys: the name of their reader, and all ranks and nodes that its words tell."""
 
     reader: str
     values: dict[str, Any]
     ranks: int | None = None
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ def migrate(options: MigrateOptions) -> str:
             return found
         program = _program_of(text, folder)
     reader = READERS[program.reader]
-    moved = Moved(reader.trainer, program.values, options.nproc or program.ranks, folder)
+    moved = Moved(reader.trainer, program.values, program.ranks, folder, program.nodes)
+    if options.nproc is not None:
+        moved.ranks, moved.nodes = options.nproc, 1
     reader.read(moved)
     if not isinstance(model := moved.words.get("model.path", ""), str):
         raise DataError(must("the model", "be a name or a folder", model))
@@ -126,7 +129,7 @@ def migrate(options: MigrateOptions) -> str:
         return moved.command()
     moved.problems += _problems(moved)
     if options.to is not None:
-        return written_run(options.to, moved.overrides(), moved.ranks, [*moved.comments()])
+        return written_run(options.to, moved.overrides(), moved.nproc, [*moved.comments()])
     return moved.command() if options.recipe is None else moved.recipe(options.recipe)
 
 
@@ -176,14 +179,14 @@ def _program_of(text: str, folder: Path) -> _Program:
         start = next(n for n in range(1, len(words) + 1) if len(" ".join(words[:n])) >= match.end())
         reader, values = _with_file(row["reader"], words[start:], folder)
         launched = launcher.launched_by(words[:start], folder)
-        of_launcher = launched.pop("ranks", "")
-        ranks = str(ranks_of(words) or of_launcher)
+        topology = launched.pop("topology", {}) | topology_of(words)
+        ranks, nodes = _ranks_and_nodes(topology)
         values = launched | values
         for key, usual in row.get("usual", {}).items():
             values.setdefault(key, usual)
         if READERS[reader].trainer == "ms-swift":
             values |= dict(word.split("=", 1) for word in words[:start] if word.startswith(IMAGE_SETTINGS))
-        programs.append(_Program(reader, values, int(ranks) if ranks.isdigit() else None))
+        programs.append(_Program(reader, values, ranks, nodes))
     # A script may export or serve what it has trained; its training is translated.
     training = [each for each in programs if READERS[each.reader].trains]
     if len(training) > 1:
@@ -195,6 +198,16 @@ def _program_of(text: str, folder: Path) -> _Program:
     if refused is not None:
         raise UsageError(must("command", "train on texts or given answers", refused))
     raise UsageError("command must start axolotl, LLaMA-Factory, ms-swift, TRL or verl's SFT trainer; got none of them")
+
+
+def _ranks_and_nodes(topology: Mapping[str, str]) -> tuple[int | None, int]:
+    """Return all ranks of a topology (None: unknown) and its nodes."""
+    per_node, nodes, ranks = (
+        int(value) if (value := str(topology.get(name))).isdigit() else None for name in ("per_node", "nodes", "ranks")
+    )
+    if per_node is not None:  # torchrun's; the words of a launcher of one program do not have both
+        ranks = per_node * (nodes or 1)
+    return ranks or None, nodes or 1
 
 
 def _with_file(reader: str, words: Sequence[str], folder: Path) -> tuple[str, dict[str, Any]]:
@@ -252,7 +265,7 @@ def _problems(moved: Moved) -> list[str]:
     # What the trainer refuses, on a CPU, where no device is looked for.
     overrides = [word for word in words if word not in sources and word not in encoding]
     validates = ["data.val_dir=DIR"] * moved.validates
-    ranks = moved.ranks or int(moved.words.get("engine.ulysses_sequence_parallel_size", 1))
+    ranks = moved.ranks or int(number(moved.words.get("engine.ulysses_sequence_parallel_size"), 1))
     try:
         composed = compose([*overrides, "data.train_dir=DIR", *validates, "parallel=cpu"])
         config = resolve_run(composed, Machine(ranks))

@@ -80,16 +80,21 @@ def read_sharding(moved: Moved, keys: Iterable[str]) -> None:
     """Translate descriptions of DeepSpeed or FSDP: mappings, files of JSON or names."""
     for key in keys:
         value, stage = moved.values.get(key), 3
+        if isinstance(value, Mapping):  # accelerate's may name a file of DeepSpeed's
+            value = value.get("deepspeed_config_file", value)
         if isinstance(value, str):
             name = re.search(r"z(?:ero)?_?([0-3])", value)
             stage = int(name[1]) if name and key == "deepspeed" else 3
             path = None if value.startswith("{") else moved.file(value)
+            if path is None and value.endswith(".json") and key.startswith("deepspeed"):
+                moved.differ(f"{key}: {value} is not here; it is taken for stage {stage}, by its name or as usual")
             value = value if path is None else read_yaml(path)
         if _offloads(value):  # else the key needs nothing
             moved.put("engine.offload_policy", moved.is_on(key))
         if isinstance(value, Mapping):
+            usual = {"deepspeed": 0.0, "deepspeed_config": 2.0}.get(key, 3.0)  # DeepSpeed's own, accelerate's, FSDP's
             described = mapping(key, value.get("zero_optimization")).get("stage", value.get("zero_stage"))
-            stage = int(number(described, 3.0))
+            stage = int(number(described, usual))
             keeps = [value.get(f"{prefix}reshard_after_forward") for prefix in ("", "fsdp_")]
             if False in keeps or "SHARD_GRAD_OP" in (*keeps, value.get("fsdp_sharding_strategy")):
                 stage = 2

@@ -17,15 +17,16 @@ def read_launcher(moved: Moved) -> None:
     """Translate the file alone: words for the command of a training."""
     moved.take("accelerate")
     moved.ranks = moved.ranks or int(number(moved.get("num_processes"))) or None
+    moved.nodes = max(int(number(moved.get("num_machines"), 1)), 1)
     groups = _groups(moved.values)
     hf_trainer.put_split(moved, max((groups.get(name, 1) for name in ("sp_size", "cp_size")), key=number))
     hf_trainer.read_sharding(moved, ("deepspeed_config", "fsdp_config"))
-    words = [f"nproc={moved.ranks}"] * bool(moved.ranks) + [shell_word(word) for word in moved.overrides()]
+    words = [f"nproc={moved.nproc}"] * bool(moved.nproc) + [shell_word(word) for word in moved.overrides()]
     moved.become(" ".join(["verl-ext train", *words]), "words for the command of a training, whose file is another one")
 
 
 def launched_by(words: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Return the keys of a command's `--config_file`, by the Trainer's names."""
+    """Return the keys of a command's `--config_file` by the Trainer's names, and its `topology`."""
     flags = [number for number, word in enumerate(words) if word.partition("=")[0] == "--config_file"]
     if not flags:
         return {}
@@ -35,8 +36,10 @@ def launched_by(words: Sequence[str], folder: Path) -> dict[str, Any]:
         print(f"note: {name} of --config_file is not here: its ranks and its sharding are not read", file=sys.stderr)
         return {}
     values = read_yaml(path)
-    found = {"ranks": values.get("num_processes"), "deepspeed": values.get("deepspeed_config")}
-    found |= {"fsdp_config": values.get("fsdp_config"), "parallelism_config": _groups(values)}
+    topology = {"ranks": values.get("num_processes"), "nodes": values.get("num_machines")}
+    found = {"topology": {name: str(value) for name, value in topology.items() if value}}
+    found |= {"deepspeed": values.get("deepspeed_config"), "fsdp_config": values.get("fsdp_config")}
+    found |= {"parallelism_config": _groups(values)}
     return {key: value for key, value in found.items() if value}
 
 

@@ -81,14 +81,21 @@ class Moved:
         answers: {a loss of answers: {its option: the keys}} of the trainer.
         adopted: values by the names of another trainer, whose function reads them in place of the trainer's own.
         words: {our key: value} of the command.
-        ranks: the number of ranks, or None if nothing says it.
+        ranks: the number of ranks of all nodes, or None if nothing says it.
+        nodes: the number of nodes.
         folder: where the configuration lies.
     """
 
     def __init__(
-        self, trainer: str, values: Mapping[str, Any], ranks: int | None = None, folder: Path = Path()
+        self,
+        trainer: str,
+        values: Mapping[str, Any],
+        ranks: int | None = None,
+        folder: Path = Path(),
+        nodes: int = 1,
     ) -> None:
-        self.trainer, self.values, self.ranks, self.folder = trainer, dict(values), ranks, folder
+        self.trainer, self.values, self.folder = trainer, dict(values), folder
+        self.ranks, self.nodes = ranks, nodes
         self.usual: dict[str, Any] = {}
         self.answers: Mapping[str, Mapping[str, str]] = {}
         self.adopted: dict[str, Any] = {}
@@ -213,13 +220,24 @@ class Moved:
             yield f"no equivalent: {key}={spell(self.values.get(key))}: {'; '.join(reasons)}"
         yield from (f"unknown key of {self.trainer}: {line}" for line in self._unknown)
         yield from (f"to correct: {line}" for line in self.problems)
+        if self.nodes > 1:
+            of_all = "" if self.ranks is None else f", and a step is that of all {self.ranks} ranks"
+            yield (
+                f"differs: {self.nodes} nodes there: this command runs on one machine{of_all}; "
+                "`verl-ext tokenize`, then `verl-ext launch` on each node, runs on all (docs/guides/launch/nodes.md)"
+            )
         yield from (f"differs: {line}" for line in self._differences)
         if self.free:
             yield f"needs nothing here: {', '.join(self.free)}"
 
     @property
+    def nproc(self) -> int | None:
+        """The number of ranks of one machine, if anything says it."""
+        return self.ranks and max(self.ranks // self.nodes, 1)
+
+    @property
     def _start(self) -> str:
-        return "verl-ext train" + (f" nproc={self.ranks}" if self.ranks else "")
+        return "verl-ext train" + (f" nproc={self.nproc}" if self.nproc else "")
 
     def command(self) -> str:
         """Return the command and its comments, as a shell script has them."""

@@ -16,7 +16,12 @@ WORD = re.compile(
 )
 _END = re.compile(r"[|;]|&&|&|\|\||\d*[<>].*", re.DOTALL)  # the first word that is not an argument of the command
 _SETTING = re.compile(r"\w+=.*", re.DOTALL)  # of a variable, before a command
-_RANKS = re.compile(r"(?:--nproc[_-]per[_-]node|--num[_-]processes)(?:=(.+))?")
+# {what a command's words say of its ranks: a variable before it, or a flag}
+_TOPOLOGY = {
+    "per_node": re.compile(r"(?:NPROC_PER_NODE|--nproc[_-]per[_-]node)(?:=(.+))?"),
+    "nodes": re.compile(r"(?:NNODES|--nnodes|--num[_-]machines)(?:=(.+))?"),
+    "ranks": re.compile(r"--num[_-]processes(?:=(.+))?"),  # of all nodes together
+}
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 # Variables of the environment by which ms-swift reads images, videos and sounds.
 IMAGE_SETTINGS = ("MAX_PIXELS", "VIDEO_MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM", "FPS_MAX_FRAMES")
@@ -109,11 +114,11 @@ def typed(text: str) -> Any:
     return text
 
 
-def ranks_of(words: Sequence[str]) -> str | None:
-    """Return the number of ranks that a command's words name, as it is written."""
+def topology_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the ranks `per_node`, the `nodes` and all `ranks`, as far as a command's words name them."""
+    found: dict[str, str] = {}
     for number, word in enumerate(words):
-        if match := re.fullmatch(r"NPROC_PER_NODE=(.+)", word):
-            return match[1]
-        if match := _RANKS.fullmatch(word):
-            return match[1] or next(iter(words[number + 1 : number + 2]), None)
-    return None
+        for name, pattern in _TOPOLOGY.items():
+            if (match := pattern.fullmatch(word)) and (value := match[1] or "".join(words[number + 1 : number + 2])):
+                found.setdefault(name, value)
+    return found

@@ -167,14 +167,16 @@ def _without_comment(line: str) -> str:
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """Return the commands of a shell text as words without quotes, after the settings of their ranks and images.
+    """Return the commands of a shell text as words without quotes, after the settings of ranks, nodes and images.
 
     Raises UsageError for a quote that is not closed.
     """
     found = []
     for words, variables in Script(text).commands:
-        ranks = variables.get("NPROC_PER_NODE", variables.get("nproc_per_node", ""))
-        shown = [f"NPROC_PER_NODE={ranks}"] * ranks.isdigit()
+        shown = []
+        for name in ("NPROC_PER_NODE", "NNODES"):
+            value = variables.get(name, variables.get(name.lower(), ""))
+            shown += [f"{name}={value}"] * value.isdigit()
         shown += [f"{name}={variables[name]}" for name in IMAGE_SETTINGS if name in variables]
         found.append([*shown, *map(unquoted, words)])
     return found

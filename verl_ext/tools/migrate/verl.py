@@ -15,7 +15,7 @@ from verl_ext.config.translation import translate
 from verl_ext.options import UsageError, must
 from verl_ext.overrides import Item
 from verl_ext.tools.migrate.line import shell_word, written_run
-from verl_ext.tools.migrate.reading import WORD, end_of, ranks_of, settings_of, unquoted
+from verl_ext.tools.migrate.reading import WORD, end_of, settings_of, topology_of, unquoted
 from verl_ext.tools.migrate.script import Script
 
 _TRAINER = re.compile(r"verl\.trainer\.(?:fsdp_sft_trainer|sft_trainer|sft_trainer_ray)|(?:\S*/)?fsdp_sft_trainer\.py")
@@ -66,7 +66,8 @@ def migrate_verl(text: str, to: str | None = None) -> str:
         raise UsageError("command must start verl's fsdp_sft_trainer, sft_trainer or sft_trainer_ray; got none of them")
     end = end_of(words, start + 1)
     settings = settings_of(words)
-    ranks = ranks_of(words[len(settings) : start])
+    topology = topology_of(words[len(settings) : start])
+    ranks, nodes = topology.get("per_node", topology.get("ranks")), topology.get("nodes", "1")
     items, others = [], []
     for word in words[start + 1 : end]:
         # A word quoted as a whole, 'trainer.logger=[console]', becomes trainer.logger='[console]'.
@@ -84,6 +85,8 @@ def migrate_verl(text: str, to: str | None = None) -> str:
     found = translate(items, own_class, packed=True, is_known=is_known, is_old=is_old, writes_rate=True)
     # Raw files are tokenized first, by a command that starts the ranks itself.
     starts = [*settings, "verl-ext train", *([] if ranks is None else [f"nproc={ranks}"])]
+    if found.sources and nodes != "1":
+        comments.append(f"{nodes} nodes there: this command runs on one machine; verl-ext launch starts a node of them")
     if not found.sources:
         module = "verl_ext.fsdp_sft_trainer" + "_ray" * unquoted(words[start]).endswith("_ray")
         starts = [*words[:start], *([] if words[:start][-1:] == ["-m"] else ["-m"]), module]
