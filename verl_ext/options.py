@@ -103,6 +103,11 @@ class Options:
         """Return a line for each invalid combination of valid options."""
         return ()
 
+    def as_values(self) -> dict[str, Any]:
+        """Return the options by name, nodes below as mappings."""
+        fields = options_of(type(self)).items()
+        return {name: getattr(self, name).as_values() if e.is_node else getattr(self, name) for name, e in fields}
+
     def changed(self) -> dict[str, Any]:
         """Return the options whose values are not the defaults, by name."""
         fields = options_of(type(self)).items()
@@ -122,7 +127,7 @@ class Options:
             if name not in values:
                 continue
             value = None if values[name] == MISSING else values[name]
-            if isinstance(field.type, type) and issubclass(field.type, Options) and isinstance(value, Mapping):
+            if field.is_node and isinstance(value, Mapping):
                 try:
                     value = field.type.read(value)
                 except ValueError as error:
@@ -150,6 +155,11 @@ class Option:
     required: bool = False
     resume: str = "may_change"
 
+    @property
+    def is_node(self) -> bool:
+        """Whether it is a node of further options."""
+        return isinstance(self.type, type) and issubclass(self.type, Options)
+
     def converted(self, value: Any) -> Any:
         """Convert ints to floats and numbers to texts, as annotated."""
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
@@ -161,8 +171,7 @@ class Option:
         if self.required and value in (None, "", [], {}):
             return f"{key} is required: {self.meaning}; got {spell(value)}"
         kind = typing.get_origin(self.type) or self.type
-        is_node = isinstance(kind, type) and issubclass(kind, Options)
-        words, classes = ("given by its keys", kind) if is_node else _KINDS.get(kind, ("a value", object))
+        words, classes = ("given by its keys", kind) if self.is_node else _KINDS.get(kind, ("a value", object))
         if value is None:
             words = f"one of {', '.join(self.choices)}" if self.choices else words
             return None if self.nullable or self.default is None else must(key, f"be {words}", None)
@@ -207,7 +216,7 @@ def _options_of(cls: Any) -> dict[str, Option]:
 def default_values(cls: type[Options]) -> dict[str, Any]:
     """Return {name: default} of options, nodes below as mappings."""
     fields = options_of(cls).items()
-    return {name: default_values(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
+    return {name: default_values(e.type) if e.is_node else e.default for name, e in fields}
 
 
 def type_problems(cls: type, values: Mapping[str, Any], prefix: str, skipped: Iterable[str] = ()) -> list[str]:

@@ -253,14 +253,15 @@ class RunConfig:
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """The whole configuration as plain dicts and lists, for verl and for trackers."""
-        typed = {options.prefix: [getattr(self, options.prefix)] for options in NODES}
-        typed |= {"data": [self.dataset, self.data], "model": [self.model_options]}
-        engine = {**self.composed["engine"], "mixed_precision": self.engine.mixed_precision}
-        return {
-            **self.composed,
-            **{name: _current(self.composed[name], typed[name]) for name in typed},
-            "engine": engine,
-        }
+        typed = {options.prefix: getattr(self, options.prefix).as_values() for options in NODES}
+        typed |= {"data": self.dataset.as_values() | self.data.as_values(), "model": vars(self.model_options)}
+        values = {**self.composed}
+        for name, options in typed.items():
+            node = self.composed[name]  # whose numbers stay as they were written, 1 and not 1.0
+            changed = {key: value for key, value in options.items() if key in node and value != node[key]}
+            values[name] = {**node, **changed}
+        values["engine"] = {**values["engine"], "mixed_precision": self.engine.mixed_precision}
+        return values
 
     def decided(self, notice: str | None = None, **nodes: Mapping[str, Any]) -> "RunConfig":
         """Return this config with other values of nodes, by name, and a notice about them."""
@@ -322,16 +323,6 @@ def node_of_verl(node: str, values: Mapping[str, Any], **more: Any) -> Any:
     reader = reader_of(node, values)
     target = {"_target_": f"{reader.__module__}.{reader.__qualname__}"}
     return omega_conf_to_dataclass(OmegaConf.create({**values[node], **target, **more}))
-
-
-def _current(node: Mapping[str, Any], typed: Iterable[Any]) -> dict[str, Any]:
-    """Return a composed node with the values of its typed forms, where these are others."""
-    current = dict(node)
-    for key, value in ((key, value) for of in typed for key, value in vars(of).items() if key in node):
-        value = _current(node[key], [value]) if isinstance(value, Options) else value
-        if value != node[key]:
-            current[key] = value
-    return current
 
 
 def dataset_class(config: Any) -> type[PackDataset]:
