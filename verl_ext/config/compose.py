@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config import schema
 from verl_ext.config.key_table import unknown_choice
-from verl_ext.config.legacy import is_name_of_verl, is_raw
+from verl_ext.config.keys import is_name_of_verl, is_raw
 from verl_ext.config.resolve import resolve_config
 from verl_ext.config.translation import translate
 from verl_ext.custom import names_own_class

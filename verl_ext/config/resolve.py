@@ -17,8 +17,7 @@ import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.config.keys import paths
-from verl_ext.config.legacy import DEPRECATED, RATE
+from verl_ext.config.keys import DEPRECATED, RATE, paths
 from verl_ext.config.model import model_kind
 from verl_ext.config.newer import untried
 from verl_ext.config.run import Machine, RunConfig, dataset_class, node_of_verl

@@ -166,13 +166,14 @@ class RayOptions(Options):
     timeout: float = option(600, "seconds to wait for trainer.nnodes nodes; after that a restart takes fewer", least=0)
 
 
-# The options whose nodes depend on no dataset family or kind of model. DataOptions share a node with a family's.
+# The options that have a node of their own.
 NODES: tuple[type[Options], ...] = (
     *(LossOptions, AttentionOptions, ParallelOptions, TrainerOptions),
     *(ReferenceOptions, RayOptions, AnswerOptions),
 )
-_OURS: tuple[type[Options], ...] = (DataOptions, *NODES)
-_READERS: dict[str, type] = {options.prefix: options for options in _OURS}
+# Besides those, the ones that share a node with options of a dataset family, or with verl's own keys.
+OF_EVERY_RUN: tuple[type[Options], ...] = (DataOptions, *NODES, OptimOptions, BestOptions, ModelNode)
+_READERS: dict[str, type] = {options.prefix: options for options in (DataOptions, *NODES)}
 _READERS |= {"optim": StepOptimizerConfig, "checkpoint": RunCheckpointConfig}
 
 
@@ -237,16 +238,16 @@ class RunConfig:
             except ValueError as error:
                 problems.extend(str(error).splitlines())
 
-        # verl's dataclasses of the last two have these options too, but do not check them.
-        readers: list[Any] = [*(reader_of(options.prefix, values) for options in _OURS), OptimOptions, BestOptions]
-        for reader in readers:
-            read(reader.prefix, functools.partial(reader.read, values[reader.prefix]))
-        read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelNode.read(values["model"]))))
+        # verl's dataclasses have the options of their nodes too, but do not check them.
+        for options in OF_EVERY_RUN:
+            reader = reader_of(options.prefix, values) if options in NODES else options
+            read(options.prefix, functools.partial(reader.read, values[options.prefix]))
         read("dataset_class", lambda: dataset_class(values))
         read(
             "dataset", lambda: nodes["dataset_class"].Options.read(values["data"]) if "dataset_class" in nodes else None
         )
         refuse(problems)
+        nodes["model_options"] = SimpleNamespace(**values["model"] | vars(nodes.pop("model")))
         nodes |= {name: node_of_verl(name, values) for name in ("engine", "optim", "checkpoint")}
         return cls(**nodes, machine=machine or Machine(), composed=values)
 
