@@ -19,7 +19,7 @@ import numbers
 import os
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import ge, gt, index, le
 from typing import Any, ClassVar, TypeVar
 
@@ -344,6 +344,11 @@ def spell(value: object) -> str:
 def one_line(text: str) -> str:
     """Return a text as one line, with unprintable characters escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shortened(names: Sequence[str], most: int) -> str:
+    """Join the first names, and count the others: `a, b and 3 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def first_line(error: BaseException) -> str:

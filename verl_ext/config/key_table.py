@@ -107,6 +107,11 @@ def conf_folder() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def first_below(node: str, known: Iterable[str]) -> str | None:
+    """Return the first of the known keys below a node; None if there are none."""
+    return min((key for key in known if key.startswith(f"{node}.") and "._" not in key), default=None)
+
+
 def line_of_unknown(key: str, known: Iterable[str]) -> str:
     """Return the error line for a key that no configuration has."""
     if entry := superseded(key):
@@ -190,7 +195,7 @@ def _value_problem(key: str, value: Any) -> str | None:
 
 def _node_problem(key: str, value: Any) -> str | None:
     """Return a line for a node that is given as a whole by something that maps no names."""
-    below = None if isinstance(value, dict) else next((k for k in sorted(_known()) if k.startswith(f"{key}.")), None)
+    below = None if isinstance(value, dict) else first_below(key, _known())
     return None if below is None else must(key, f"be given by its keys, such as {below}", value)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Key:
-    """The facts about one key, or node; a key of verl ≤ 0.6 has its today's name, or why it has none."""
+    """The facts about one key, or node; an old key has its name of today, or the reason why it has none."""
 
     name: str
     holds: Callable[[Any], bool] | None = None  # a test of a value whose type is right
@@ -23,9 +23,9 @@ class Key:
     is_typed: bool = True  # whether verl's dataclass has the type of what verl takes
     is_free: bool = False  # whether any keys may stand below it
     is_derived: bool = False  # whether verl fills it itself, and would silently overwrite a value
-    # To tokenized "data", a "corpus", verl's "raw" data, or a "source" or "model" (both also of the Hub); of the "run"
-    # alone, or only "placed" beside a run's file; a "template", which may also be the text itself; or the file in an
-    # "object", file.py:name.
+    # What its path leads to: tokenized "data", a "corpus", verl's "raw" files; a "source" or a "model", which may also
+    # be on the Hub; files of the "run", or files only "placed" beside the run's own file; a "template", which may also
+    # be the text itself; or an "object", file.py:name.
     path: str | None = None
     is_resumed: bool = False  # whether a resumed run must have its checkpoint's value
     default: str | None = None  # verl's, where another one stands here
@@ -232,7 +232,7 @@ def row_of(key: str) -> Key:
 
 
 def path_kind(key: str) -> str | None:
-    """Return the kind of path that a key holds, or a node above it; None for no path."""
+    """Return the kind of path that a key, or a node above it, holds; None for keys without paths."""
     if key.startswith("data.mixture.") and key.endswith(".train_dir"):
         return "data"
     return next((row.path for row in map(row_of, _nodes(key)) if row.path), None)

@@ -146,13 +146,6 @@ def known_keys() -> frozenset[str]:
 
 
 @functools.cache
-def nodes() -> dict[str, str]:
-    """Return {top node that is not a group of choices: its first key}."""
-    found = {key.partition(".")[0]: key for key in sorted(known_keys(), reverse=True) if "." in key and "._" not in key}
-    return {name: key for name, key in found.items() if name not in groups() and not is_free_form(name)}
-
-
-@functools.cache
 def free_form() -> frozenset[str]:
     """Return the nodes that take any keys: some of verl's, and our options that are mappings."""
     classes = (*OF_EVERY_RUN, PreferenceOptions, *(family.Options for family in dataset_families().values()))
