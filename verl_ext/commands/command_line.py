@@ -49,7 +49,7 @@ from verl_ext.options import (
     spell,
     unknown,
 )
-from verl_ext.overrides import parsed_words, quoted, restored, split_flags
+from verl_ext.overrides import Item, parsed_words, quoted, restored, split_flags
 from verl_ext.redaction import redacted_text
 from verl_ext.text.read.sources import FORMATS, local_path
 from verl_ext.text.tokens.tokenizer import TRUSTED, ModelOptions, leave_out_torch
@@ -191,7 +191,7 @@ def print_help(text: Callable[[str], str], arguments: Sequence[str]) -> int:
 def words_of(words: Iterable[str], keys: Iterable[str]) -> list[str]:
     """Return the overrides of these keys and of the keys below them."""
     nodes = tuple(f"{key}." for key in keys)
-    return [word for word in words if f"{word.partition('=')[0].lstrip('+~')}.".startswith(nodes)]
+    return [word for word in words if f"{Item.read(word).key}.".startswith(nodes)]
 
 
 def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more: Any) -> OptionsT:

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.config.key_table import conf_folder, node_names
 from verl_ext.config.keys import RENAMED, path_kind, paths
 from verl_ext.options import UsageError, first_line, leaves, must, spell
-from verl_ext.overrides import dotted_options, override_words, parsed_words, restored
+from verl_ext.overrides import Item, dotted_options, override_words, parsed_words, restored
 from verl_ext.redaction import redacted
 from verl_ext.text.read.hub import HUB, HUB_PREFIX
 from verl_ext.text.read.sources import is_there, is_url, kind_of
@@ -73,16 +73,16 @@ def _with(words: Sequence[str], later: Sequence[str], is_run: bool = False) -> l
 
     A tokenized folder (data.train_dir) takes the place of all that it would be made of, and so do the sources of a run.
     """
-    keys = {word.partition("=")[0].lstrip("+~") for word in later if not word.startswith("-")}
+    keys = {Item.read(word).key for word in later if not word.startswith("-")}
     keys |= {key for key in _DATA if is_run and any(word.startswith(f"{key}.") for word in later)}
     keys |= {"data.sources", "data.val_sources", "data.val_share"} if "data.train_dir" in keys else set()
 
     # Hydra merges a dict into what is there; one value for all takes the place of a value for each name (sample=1.0).
-    single = {word.partition("=")[0] for word in later if "={" not in word}
+    single = {Item.read(word).key for word in later if "={" not in word}
     whole = tuple(f"{key}." for key in keys if key in _DATA or (key in single and key not in node_names()))
 
     def is_replaced(word: str) -> bool:
-        key = word.partition("=")[0]
+        key = Item.read(word).key
         return key in keys or key.startswith(whole)
 
     return [*(word for word in words if not is_replaced(word)), *later]
