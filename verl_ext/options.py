@@ -308,7 +308,7 @@ def unknown(
 ) -> str:
     """Return an unknown key's error line; `keys` stand below `node`.
 
-    owner: what has the keys, if the key alone does not say it. renamed: today's name of the older ones among `keys`.
+    owner: what has the keys, if the key alone does not say it. renamed: {an old key: its current name}.
     """
     keys, above = list(keys), f"{node}." if node else ""
     line = f"unknown key {above}{key}" + (f" of {owner}" if owner else "")

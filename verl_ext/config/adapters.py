@@ -278,7 +278,7 @@ def _merge_problems(config: "RunConfig", model: Architecture, lora: Any) -> Iter
 def _trial(model: Architecture, lora: Any, adapted: Any) -> str | None:
     """Return the error of a small model with adapters, or None.
 
-    PEFT puts other modules around those whose parameters have adapters; without such there is no trial.
+    Only adapters of parameters are tried, because PEFT wraps their modules in others of its own.
     """
     from peft.tuners.lora.layer import ParamWrapper
 
