@@ -103,11 +103,6 @@ class Options:
         """Return a line for each invalid combination of valid options."""
         return ()
 
-    def as_values(self) -> dict[str, Any]:
-        """Return the options by name, nodes below as mappings."""
-        fields = options_of(type(self)).items()
-        return {name: getattr(self, name).as_values() if e.is_node else getattr(self, name) for name, e in fields}
-
     def changed(self) -> dict[str, Any]:
         """Return the options whose values are not the defaults, by name."""
         fields = options_of(type(self)).items()

@@ -8,7 +8,7 @@ It is typed once: after `RunConfig.from_composed` there is no DictConfig, except
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from types import SimpleNamespace
@@ -254,8 +254,8 @@ class RunConfig:
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """The whole configuration as plain dicts and lists, for verl and for trackers."""
-        typed = {options.prefix: getattr(self, options.prefix).as_values() for options in NODES}
-        typed |= {"data": self.dataset.as_values() | self.data.as_values(), "model": vars(self.model_options)}
+        typed = {options.prefix: asdict(getattr(self, options.prefix)) for options in NODES}
+        typed |= {"data": asdict(self.dataset) | asdict(self.data), "model": vars(self.model_options)}
         values = {**self.composed}
         for name, options in typed.items():
             node = self.composed[name]  # whose numbers stay as they were written, 1 and not 1.0
