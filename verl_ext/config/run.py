@@ -173,7 +173,7 @@ NODES: tuple[type[Options], ...] = (
 )
 # Besides those, the ones that share a node with options of a dataset family, or with verl's own keys.
 OF_EVERY_RUN: tuple[type[Options], ...] = (DataOptions, *NODES, OptimOptions, BestOptions, ModelNode)
-_READERS: dict[str, type] = {options.prefix: options for options in (DataOptions, *NODES)}
+_READERS: dict[str, type] = {DataOptions.prefix: DataOptions, **{options.prefix: options for options in NODES}}
 _READERS |= {"optim": StepOptimizerConfig, "checkpoint": RunCheckpointConfig}
 
 

@@ -31,7 +31,7 @@ from verl_ext.custom import names_own_class
 from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.packs.options import DataOptions
 from verl_ext.losses import LossOptions, PreferenceOptions
-from verl_ext.options import default_values, leaves, must, options_of, refuse, spell
+from verl_ext.options import Options, default_values, leaves, must, options_of, refuse, spell
 from verl_ext.overrides import restored
 
 CONF = "verl_ext.conf"
@@ -148,7 +148,8 @@ def known_keys() -> frozenset[str]:
 @functools.cache
 def free_form() -> frozenset[str]:
     """Return the nodes that take any keys: some of verl's, and our options that are mappings."""
-    classes = (*OF_EVERY_RUN, PreferenceOptions, *(family.Options for family in dataset_families().values()))
+    families: list[type[Options]] = [family.Options for family in dataset_families().values()]
+    classes: tuple[type[Options], ...] = (*OF_EVERY_RUN, PreferenceOptions, *families)
     ours = ((f"{cls.prefix}.{name}", of.type) for cls in classes for name, of in options_of(cls).items())
     return frozenset({*with_fact("is_free"), *(key for key, kind in ours if dict in (kind, get_origin(kind)))})
 
