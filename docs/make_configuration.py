@@ -23,10 +23,10 @@ from verl_ext.__main__ import COMMANDS, main
 from verl_ext.answers import AnswerOptions
 from verl_ext.attention import AttentionOptions
 from verl_ext.commands.command_line import key_of
-from verl_ext.config import key_table, legacy, schema
+from verl_ext.config import key_table, schema
 from verl_ext.config.best import BestOptions
 from verl_ext.config.compose import PRIMARY, compose
-from verl_ext.config.keys import with_fact
+from verl_ext.config.keys import is_name_of_verl, with_fact
 from verl_ext.config.run import RayOptions, TrainerOptions
 from verl_ext.config.schema import dataset_families, model_kinds
 from verl_ext.config.weights import ModelNode
@@ -232,7 +232,7 @@ def _fields(cls: type[Options], prefix: str, without: Collection[str] = ()) -> I
     for name, field in options_of(cls).items():
         if name in without:
             continue
-        if isinstance(field.type, type) and issubclass(field.type, Options):
+        if field.is_node:
             yield from _fields(field.type, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
@@ -287,7 +287,7 @@ def _keys_of_trainer() -> Iterator[key_table.KeyRow]:
     nodes = {key.rpartition(".")[0] for key in schema.known_keys()}
     composed, said = compose([]), _comments_of_verl()
     for key in left:
-        if key in nodes or key in with_fact("fixed") or legacy.is_name_of_verl(key) or key.startswith("model.mtp."):
+        if key in nodes or key in with_fact("fixed") or is_name_of_verl(key) or key.startswith("model.mtp."):
             continue
         field = _field_of_verl(composed, key)
         if field is not None and dataclasses.is_dataclass(field.type):

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import must
+from verl_ext.options import must, shortened
 
 PACKAGES = ("verl-ext", "verl", "torch", "transformers", "numpy", "datasets")
 UNKNOWN = "nothing"  # the content of a path that does not exist
@@ -75,9 +75,6 @@ def differences(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
         for node, values in facts.items():
             holders.setdefault(values.get(what, "nothing"), []).append(node)
         if len(holders) > 1:
-            got = []
-            for value, nodes in holders.items():
-                more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
-                got.append(f"{value} on {', '.join(nodes[:_NAMED])}{more}")
-            lines.append(must(what, "be the same on every node", ", ".join(got)))
+            got = ", ".join(f"{value} on {shortened(nodes, _NAMED)}" for value, nodes in holders.items())
+            lines.append(must(what, "be the same on every node", got))
     return lines

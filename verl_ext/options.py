@@ -19,7 +19,7 @@ import numbers
 import os
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import ge, gt, index, le
 from typing import Any, ClassVar, TypeVar
 
@@ -122,7 +122,7 @@ class Options:
             if name not in values:
                 continue
             value = None if values[name] == MISSING else values[name]
-            if isinstance(field.type, type) and issubclass(field.type, Options) and isinstance(value, Mapping):
+            if field.is_node and isinstance(value, Mapping):
                 try:
                     value = field.type.read(value)
                 except ValueError as error:
@@ -150,6 +150,11 @@ class Option:
     required: bool = False
     resume: str = "may_change"
 
+    @property
+    def is_node(self) -> bool:
+        """Whether it is a node of further options."""
+        return isinstance(self.type, type) and issubclass(self.type, Options)
+
     def converted(self, value: Any) -> Any:
         """Convert ints to floats and numbers to texts, as annotated."""
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
@@ -161,8 +166,7 @@ class Option:
         if self.required and value in (None, "", [], {}):
             return f"{key} is required: {self.meaning}; got {spell(value)}"
         kind = typing.get_origin(self.type) or self.type
-        is_node = isinstance(kind, type) and issubclass(kind, Options)
-        words, classes = ("given by its keys", kind) if is_node else _KINDS.get(kind, ("a value", object))
+        words, classes = ("given by its keys", kind) if self.is_node else _KINDS.get(kind, ("a value", object))
         if value is None:
             words = f"one of {', '.join(self.choices)}" if self.choices else words
             return None if self.nullable or self.default is None else must(key, f"be {words}", None)
@@ -207,7 +211,7 @@ def _options_of(cls: Any) -> dict[str, Option]:
 def default_values(cls: type[Options]) -> dict[str, Any]:
     """Return {name: default} of options, nodes below as mappings."""
     fields = options_of(cls).items()
-    return {name: default_values(e.type) if isinstance(e.default, Options) else e.default for name, e in fields}
+    return {name: default_values(e.type) if e.is_node else e.default for name, e in fields}
 
 
 def type_problems(cls: type, values: Mapping[str, Any], prefix: str, skipped: Iterable[str] = ()) -> list[str]:
@@ -299,7 +303,7 @@ def unknown(
 ) -> str:
     """Return an unknown key's error line; `keys` stand below `node`.
 
-    owner: what has the keys, if the key alone does not say it. renamed: today's name of the older ones among `keys`.
+    owner: what has the keys, if the key alone does not say it. renamed: {an old key: its current name}.
     """
     keys, above = list(keys), f"{node}." if node else ""
     line = f"unknown key {above}{key}" + (f" of {owner}" if owner else "")
@@ -335,6 +339,11 @@ def spell(value: object) -> str:
 def one_line(text: str) -> str:
     """Return a text as one line, with unprintable characters escaped."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shortened(names: Sequence[str], most: int) -> str:
+    """Join the first names, and count the others: `a, b and 3 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def first_line(error: BaseException) -> str:

@@ -19,7 +19,6 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.grammar.gen.OverrideLexer import OverrideLexer
 from hydra.grammar.gen.OverrideParser import OverrideParser
-from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.options import must
 
@@ -229,14 +228,6 @@ def restored(value: Any) -> Any:
     if isinstance(value, dict):
         return {restored(key): restored(below) for key, below in value.items()}
     return [restored(below) for below in value] if isinstance(value, list) else value
-
-
-def restore(config: DictConfig) -> None:
-    """Restore the original characters in a config that Hydra composed, in place."""
-    values: Any = OmegaConf.to_container(config, resolve=False)
-    for name, node in values.items():
-        if restored(node) != node:
-            config[name] = restored(node)
 
 
 def _repeated_keys(override: str) -> list[str]:

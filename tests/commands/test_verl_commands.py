@@ -17,7 +17,7 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions
 from verl_ext.config.check import batch_problem
 from verl_ext.config.compose import compose, compose_run, prepare_overrides
-from verl_ext.config.legacy import RENAMED, is_of_old
+from verl_ext.config.keys import RENAMED, is_of_old
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine, RunConfig
 from verl_ext.config.translation import translate

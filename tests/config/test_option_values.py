@@ -11,7 +11,7 @@ from tests.lib.errors import refused
 from verl_ext.attention import AttentionOptions
 from verl_ext.config import schema
 from verl_ext.config.compose import compose, prepare_overrides
-from verl_ext.config.legacy import DEPRECATED, RENAMED, RENAMED_NODES
+from verl_ext.config.keys import DEPRECATED, RENAMED, RENAMED_NODES
 from verl_ext.config.run import NODES, RunConfig, TrainerOptions
 from verl_ext.config.weights import ModelNode
 from verl_ext.data.packs.options import DataOptions

@@ -16,18 +16,10 @@ from verl_ext.__main__ import main
 from verl_ext.config.check import data_problems
 from verl_ext.config.compose import compose, compose_run
 from verl_ext.config.key_table import keys_of
+from verl_ext.config.keys import KEYS
 from verl_ext.config.resolve import resolve_run
 from verl_ext.config.run import Machine
-from verl_ext.config.run_file import (
-    DATA_PATHS,
-    MODEL_PATHS,
-    OBJECTS,
-    OWN_PATHS,
-    TEMPLATES,
-    expanded,
-    run_file,
-    trainer_words,
-)
+from verl_ext.config.run_file import expanded, run_file, trainer_words
 from verl_ext.overrides import Item, override_words
 
 RUN = """
@@ -251,7 +243,7 @@ def test_every_option_whose_meaning_is_a_file_or_folder_starts_at_the_file():
     others |= {"trainer.eval_only", "optim.optimizer_impl"}
     others |= {"engine.qat.quantization_config_path"}  # of a training for quantization, which is refused
     others |= {"val_share", "format"} | of_tokenize
-    assert named - {*DATA_PATHS, *OWN_PATHS, *MODEL_PATHS, *TEMPLATES, *OBJECTS, *others} == set()
+    assert named - {key.name for key in KEYS if key.path} - others == set()
 
 
 NUMBERS = ["1e-5", "1E5", "+1e3", "1.e5", "1.5e3", "1_0e5", "1e+05", ".5e-3", "1.5", "1_000", "0x1F", "017", ".inf"]

@@ -15,7 +15,7 @@ from tests.lib.training import metrics, train_as_programs
 from tests.lib.verl_commands import course_of
 from verl_ext.__main__ import main
 from verl_ext.commands import train
-from verl_ext.config.legacy import is_of_old
+from verl_ext.config.keys import is_of_old
 
 pytestmark = pytest.mark.slow
 

@@ -246,7 +246,7 @@ def _turns() -> Iterator[str]:
 
 
 def _checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that a run's or a checkpoint's folder is about, else None."""
+    """Return a checkpoint's folder itself, or the last one of a run; None for any other folder."""
     if (folder / MANIFEST).is_file():
         return folder
     return next(reversed(saved_folders(folder)), None)

@@ -49,7 +49,7 @@ from verl_ext.options import (
     spell,
     unknown,
 )
-from verl_ext.overrides import parsed_words, quoted, restored, split_flags
+from verl_ext.overrides import Item, parsed_words, quoted, restored, split_flags
 from verl_ext.redaction import redacted_text
 from verl_ext.text.read.sources import FORMATS, local_path
 from verl_ext.text.tokens.tokenizer import TRUSTED, ModelOptions, leave_out_torch
@@ -191,7 +191,7 @@ def print_help(text: Callable[[str], str], arguments: Sequence[str]) -> int:
 def words_of(words: Iterable[str], keys: Iterable[str]) -> list[str]:
     """Return the overrides of these keys and of the keys below them."""
     nodes = tuple(f"{key}." for key in keys)
-    return [word for word in words if f"{word.partition('=')[0].lstrip('+~')}.".startswith(nodes)]
+    return [word for word in words if f"{Item.read(word).key}.".startswith(nodes)]
 
 
 def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more: Any) -> OptionsT:
@@ -209,7 +209,7 @@ def read_options(options_class: type[OptionsT], arguments: Sequence[str], **more
             if item.prefix == "~" or "@" in key:
                 raise ValueError(unknown(restored(f"{item.prefix}{item.key}"), known))
             given = {key: value}
-            if key in known and _is_node(known[key]) and isinstance(value, dict):
+            if key in known and known[key].is_node and isinstance(value, dict):
                 given = {f"{key}.{name}": below for name, below in value.items()}
             for name, below in given.items():
                 gone = options_class.gone.get(name)
@@ -232,7 +232,7 @@ def known_options(options_class: type[Options], prefix: str = "") -> dict[str, O
     known = {}
     for name, field in options_of(options_class).items():
         known[f"{prefix}{name}"] = field
-        if _is_node(field):
+        if field.is_node:
             known |= known_options(field.type, f"{prefix}{name}.")
     return known
 
@@ -245,7 +245,7 @@ def help_text(name: str, options_class: type[Options], example: str, topic: str 
     A command that passes overrides to the trainer also has the trainer's keys, of which `train` shows those that are
     used most. Raises UsageError if no key has the topic.
     """
-    own = [key_of(key, field) for key, field in known_options(options_class).items() if not _is_node(field)]
+    own = [key_of(key, field) for key, field in known_options(options_class).items() if not field.is_node]
     every = [*own, *_keys_of_trainer(name, own)]
     if topic not in ("", "all"):
         return "\n".join(_topic_lines(name, topic, every))
@@ -329,10 +329,6 @@ def _width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def _is_node(field: Option) -> bool:
-    return isinstance(field.type, type) and issubclass(field.type, Options)
-
-
 def _is_dict(field: Option) -> bool:
     return (get_origin(field.type) or field.type) is dict
 
@@ -345,7 +341,7 @@ def _problem(key: str, value: Any, known: Mapping[str, Option]) -> str | None:
         if any(parent.type is Any or _is_dict(parent) for parent in parents):
             return None
         return unknown(key, known)
-    if _is_node(field):
+    if field.is_node:
         keys = ", ".join(other for other in known if other.startswith(f"{key}."))
         return must(key, f"be given by its keys, {keys}", value)
     if _is_dict(field) and not isinstance(value, dict):

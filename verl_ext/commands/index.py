@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.commands.command_line import SourceOptions, command
-from verl_ext.commands.report import aligned_rows, most_frequent, reported_options, tables
+from verl_ext.commands.report import aligned_rows, most_frequent, reported_options, tables, total_entry
 from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.files import REPORT, OutputFolder, write_json
 from verl_ext.options import must, option
@@ -77,8 +77,6 @@ def _report(
     options: IndexOptions, encoder: TextRecordEncoder, counts: Mapping[str, Counts], left_out: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return report.json's content, without times: equal runs write equal files."""
-    in_all = _counted(Counts().add(*counts.values()))
-    del in_all["examples"]
     return {
         "tokenizer": options.model.tokenizer,
         "vocabulary": encoder.vocabulary,
@@ -87,13 +85,13 @@ def _report(
         "bos_token_id": encoder.first[0] if encoder.first else None,
         "options": reported_options(options),
         "working_folder": os.getcwd(),
-        "sources": {name: _counted(of_source) for name, of_source in counts.items()},
-        "total": {**in_all, "left_out_files": dict(sorted(left_out.items()))},
+        "sources": {name: _counted(of_source.as_dict()) for name, of_source in counts.items()},
+        "total": _counted(total_entry(counts.values(), left_out)),
     }
 
 
-def _counted(counts: Counts) -> dict[str, Any]:
-    return {key: value for key, value in counts.as_dict().items() if key not in NOT_COUNTED}
+def _counted(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in NOT_COUNTED}
 
 
 main = command(

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl_ext.commands.preview import Decode, Run, preview_of
-from verl_ext.options import DataError, Options, must, one_line
+from verl_ext.options import DataError, Options, must, one_line, shortened
 from verl_ext.redaction import redacted
 from verl_ext.tables import Row, aligned
 from verl_ext.text.chat.options import ChatOptions
@@ -95,9 +95,6 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return report.json's content, without times: equal runs write equal files."""
-        in_all = self.total.as_dict()
-        del in_all["examples"]
-        in_all["left_out_files"] = dict(sorted(sum(self.files_left_out.values(), Counter[str]()).items()))
         return {
             "tokenizer": self.options.model.tokenizer,
             "new_tokens": self.new_tokens,
@@ -113,7 +110,7 @@ class Report:
                 for name, counts in self.categories.items()
             },
             "sources": {name: self._source(name, counts) for name, counts in self.sources.items()},
-            "total": in_all,
+            "total": total_entry(self.sources.values(), sum(self.files_left_out.values(), Counter[str]())),
         }
 
     def _source(self, name: str, counts: Counts) -> dict[str, Any]:
@@ -232,9 +229,15 @@ def _preferences(counts: Mapping[str, int]) -> str:
 
 def most_frequent(counts: Mapping[str, int], unit: str = "") -> str:
     """List the most frequent names: `a (3 turns), b (1 turns)`."""
-    most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:NAMED]
-    listed = ", ".join(f"{one_line(name)} ({count:,}{unit})" for name, count in most)
-    return listed + (f" and {len(counts) - NAMED} more" if len(counts) > NAMED else "")
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return shortened([f"{one_line(name)} ({count:,}{unit})" for name, count in ordered], NAMED)
+
+
+def total_entry(counts: Iterable[Counts], left_out: Mapping[str, int]) -> dict[str, Any]:
+    """Return report.json's entry of all sources: their counts, and the files that are not read."""
+    total = Counts().add(*counts).as_dict()
+    del total["examples"]
+    return {**total, "left_out_files": dict(sorted(left_out.items()))}
 
 
 def reported_options(options: Options) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from verl_ext.cache import default_root, is_complete
 from verl_ext.commands.command_line import command, known_options, read_options, words_of
 from verl_ext.commands.tokenize import PARTS, TokenizeOptions, summary, write_dataset
 from verl_ext.config.key_table import read_words, refuse_early
-from verl_ext.config.legacy import is_name_of_verl
+from verl_ext.config.keys import is_name_of_verl
 from verl_ext.config.run_file import expanded
 from verl_ext.config.translation import translate
 from verl_ext.custom import names_own_class

@@ -23,7 +23,7 @@ from verl_ext.engines.lora import (
 from verl_ext.engines.new_rows import ROWS, embeddings_and_head, is_whole, trained_rows
 from verl_ext.engines.optimizer import rate_problems
 from verl_ext.layers.towers import name_hint, outside_text, text_alone
-from verl_ext.layers.trial import isolation_problem, trial_model
+from verl_ext.layers.trial import isolation_problem
 from verl_ext.options import first_line, must, nearest_hint, options_of, plain, spell
 
 if TYPE_CHECKING:
@@ -278,14 +278,14 @@ def _merge_problems(config: "RunConfig", model: Architecture, lora: Any) -> Iter
 def _trial(model: Architecture, lora: Any, adapted: Any) -> str | None:
     """Return the error of a small model with adapters, or None.
 
-    PEFT puts other modules around those whose parameters have adapters; without such there is no trial.
+    Only adapters of parameters are tried, because PEFT wraps their modules in others of its own.
     """
     from peft.tuners.lora.layer import ParamWrapper
 
     if not any(isinstance(module, ParamWrapper) for module in adapted.modules()):
         return None
     try:
-        trial = with_adapters(trial_model(model.hf_config, model.cls), lora)
+        trial = with_adapters(model.trial(), lora)
     except Exception:  # small sizes do not suit the config, or lack the layers that are named
         return None
     try:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from verl_ext.layers import torch_forms
-from verl_ext.layers.towers import model_class
+from verl_ext.layers.towers import auto_class, model_class
+from verl_ext.layers.trial import trial_model
 from verl_ext.options import first_line, must
 
 
@@ -45,6 +46,10 @@ class Architecture:
             return None
         with torch.device("meta"), torch_forms(self.cls):
             return self.cls(copy.deepcopy(self.hf_config))
+
+    def trial(self) -> Any:
+        """Return a small model of this architecture; its class raises any error for a config that it refuses."""
+        return trial_model(self.hf_config, self.cls or auto_class(self.hf_config))
 
     @property
     def heads(self) -> tuple[int, int] | None:

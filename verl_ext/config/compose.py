@@ -13,8 +13,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.config import schema
-from verl_ext.config.key_table import unknown_choice
-from verl_ext.config.legacy import is_name_of_verl, is_raw
+from verl_ext.config.key_table import first_below, unknown_choice
+from verl_ext.config.keys import is_name_of_verl, is_raw
 from verl_ext.config.resolve import resolve_config
 from verl_ext.config.translation import translate
 from verl_ext.custom import names_own_class
@@ -122,8 +122,9 @@ def _known(item: Item, own_class: bool, folders: Sequence[Path]) -> tuple[Item |
         return item, None  # a key for the user's own dataset class
     if unknown:
         raise ValueError(schema.unknown_key(unknown[0]))
-    if item.key in (nodes := schema.nodes()) and item.value is not None and not isinstance(value, dict):
-        raise ValueError(must(item.key, f"be given by its keys, such as {nodes[item.key]}", value))
+    below = None if "." in item.key or group in schema.groups() else first_below(item.key, schema.known_keys())
+    if below and item.value is not None and not isinstance(value, dict):
+        raise ValueError(must(item.key, f"be given by its keys, such as {below}", value))
     notice = f"+{item.key}: the key exists, so it is read without the +" if item.prefix == "+" else None
     if group == "recipe" and (value is None or item.prefix == "~"):
         return None, notice  # the default is no recipe

@@ -12,13 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_ext.config import legacy
+from verl_ext.config.keys import FOREIGN_ENGINES, RENAMED, is_name_of_verl, renamed, superseded
 from verl_ext.custom import names_own_class
 from verl_ext.options import UsageError, choice_problem, leaves, must, nearest_name, spell, unknown
 from verl_ext.overrides import Item, parsed_words, restored, split_flags
 
 TABLE = Path(__file__).with_name("key_table.json")
 TRAINER = "train"
+PAPERS = "papers"  # a folder of recipes, which are chosen by their own names
 # What a first run is likely to set, in the order of the help.
 MOST_USED = (
     *("recipe", "model.path", "data.sources", "data.val_share", "turns", "nproc"),
@@ -70,19 +71,32 @@ def group_names() -> list[str]:
     return list(_table()["groups"])
 
 
+def node_names() -> list[str]:
+    """Return the nodes of a run's configuration, such as trainer."""
+    return sorted({key.partition(".")[0] for key in _table()["known"] if "." in key})
+
+
 def choices(group: str) -> list[str]:
     """Return the choices of a group that come with this package and with verl."""
     if group != "recipe":
         return list(_table()["groups"][group])
-    names = set()
-    for root in (conf_folder() / group, conf_folder() / group / "papers"):
-        files = root.glob("*/*.yaml")
-        found = (file for file in files if file.name == "run.yaml" or not file.with_name("run.yaml").is_file())
-        names |= {
-            file.relative_to(root).with_suffix("").as_posix().removesuffix("/config").removesuffix("/run")
-            for file in found
-        }
-    return sorted(names)
+    runs = {file.parent.name for file in (conf_folder() / group).glob("**/run.yaml")}
+    return sorted(runs.union(choice_files(group)))
+
+
+def choice_files(group: str, folders: Sequence[Path] = ()) -> dict[str, str]:
+    """Return {choice of a group: its name in Hydra} of the files here and in the user's config folders.
+
+    A recipe's name is NAME for the config.yaml of its folder, and NAME/STAGE for another yaml file there. A folder with
+    a run.yaml has whole runs (verl_ext/config/run_file.py), and no choices.
+    """
+    roots = [root / group for root in (conf_folder(), *folders)]
+    files = [(root, file) for root in roots for file in root.glob("*.yaml")]
+    if group == "recipe":
+        nested = [(root, file) for root in (*roots, roots[0] / PAPERS) for file in root.glob("*/*.yaml")]
+        files += [(root, file) for root, file in nested if not file.with_name("run.yaml").is_file()]
+    names = sorted(file.relative_to(root).with_suffix("").as_posix() for root, file in files)
+    return {name.removesuffix("/config"): name for name in names}
 
 
 def conf_folder() -> Path:
@@ -93,14 +107,19 @@ def conf_folder() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def first_below(node: str, known: Iterable[str]) -> str | None:
+    """Return the first of the known keys below a node; None if there are none."""
+    return min((key for key in known if key.startswith(f"{node}.") and "._" not in key), default=None)
+
+
 def line_of_unknown(key: str, known: Iterable[str]) -> str:
     """Return the error line for a key that no configuration has."""
-    if entry := legacy.superseded(key):
+    if entry := superseded(key):
         return f"{key} has no equivalent: {entry.why}"
-    if today := legacy.renamed(key):
+    if today := renamed(key):
         return unknown(key, [key], renamed={key: today})
-    names = [name for name in (*known, *legacy.RENAMED) if not key.startswith(f"{name}.")]
-    return unknown(key, names, renamed=legacy.RENAMED)
+    names = [name for name in (*known, *RENAMED) if not key.startswith(f"{name}.")]
+    return unknown(key, names, renamed=RENAMED)
 
 
 def unknown_choice(group: str, choice: str, available: Sequence[str]) -> str:
@@ -135,7 +154,7 @@ def refuse_early(words: Sequence[str], trains: bool = True) -> None:
     if version("verl") == _table()["verl"]:  # another version may have other keys
         for item in items:
             value, group = item.parsed(), item.key.partition("@")[0]
-            if group in ("engine", "optim") and value in legacy.FOREIGN_ENGINES:
+            if group in ("engine", "optim") and value in FOREIGN_ENGINES:
                 continue  # translated or refused with the reason later
             if group not in group_names() or isinstance(value, dict | list):
                 pairs = list(leaves({restored(item.key): value}))
@@ -176,7 +195,7 @@ def _value_problem(key: str, value: Any) -> str | None:
 
 def _node_problem(key: str, value: Any) -> str | None:
     """Return a line for a node that is given as a whole by something that maps no names."""
-    below = None if isinstance(value, dict) else next((k for k in sorted(_known()) if k.startswith(f"{key}.")), None)
+    below = None if isinstance(value, dict) else first_below(key, _known())
     return None if below is None else must(key, f"be given by its keys, such as {below}", value)
 
 
@@ -189,7 +208,7 @@ def _is_known(key: str, has_own_class: bool) -> bool:
     """Tell whether the trainer, verl, or a dataset class of the user's may read a key."""
     is_free = any(f"{key}.".startswith(f"{node}.") for node in _table()["free"])
     is_own = has_own_class and key.startswith("data.")
-    return key in _known() or is_free or is_own or legacy.is_name_of_verl(key)
+    return key in _known() or is_free or is_own or is_name_of_verl(key)
 
 
 def is_number(key: str) -> bool:

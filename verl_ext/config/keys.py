@@ -4,14 +4,14 @@ A key without a row needs no care: a dataclass tells its type. Options of ours h
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Key:
-    """The facts about one key, or node; a key of verl ≤ 0.6 has its today's name, or why it has none."""
+    """The facts about one key, or node; an old key has its name of today, or the reason why it has none."""
 
     name: str
     holds: Callable[[Any], bool] | None = None  # a test of a value whose type is right
@@ -23,8 +23,9 @@ class Key:
     is_typed: bool = True  # whether verl's dataclass has the type of what verl takes
     is_free: bool = False  # whether any keys may stand below it
     is_derived: bool = False  # whether verl fills it itself, and would silently overwrite a value
-    # To files of "data" or of a "source", of verl's "raw" data, to a "model", also of the Hub, of the "run" alone, or
-    # one that is only "placed" beside a run's file.
+    # What its path leads to: tokenized "data", a "corpus", verl's "raw" files; a "source" or a "model", which may also
+    # be on the Hub; files of the "run", or files only "placed" beside the run's own file; a "template", which may also
+    # be the text itself; or an "object", file.py:name.
     path: str | None = None
     is_resumed: bool = False  # whether a resumed run must have its checkpoint's value
     default: str | None = None  # verl's, where another one stands here
@@ -145,13 +146,16 @@ KEYS: tuple[Key, ...] = (
     *keys("profiler", "global_tool_config tool_config", is_free=True),
     Key("hydra", is_free=True),
     *keys("data", "train_dir val_dir", path="data", is_free=True),
-    *keys("data", "sources val_sources blend", path="source"),
+    *keys("data", "sources val_sources", path="source"),
+    Key("data.blend", path="corpus"),
     Key("eval.prompts", path="source", is_free=True),
     *keys("data", "mixture category_names", is_free=True),
     *keys("data", "cache_dir custom_cls.path", path="run"),
     Key("loss.custom_cls.path", path="run"),
     *keys("trainer", "default_local_dir resume_from_path", path="run"),
     *(Key(name, path="placed") for name in ("chat_templates", "profiler.save_path", "trainer.default_hdfs_dir")),
+    *(Key(name, path="template") for name in ("chat_template", "eval.chat_template", "model.custom_chat_template")),
+    *(Key(name, path="object") for name in ("eval.score", "trainer.hooks")),
     Key("data.train_batch_size", default="256"),
     Key("trainer.total_epochs", default="4"),
     # Names of verl ≤ 0.6, whose fsdp_sft_trainer verl 0.7 removed, and of this project's first versions.
@@ -200,3 +204,69 @@ KEYS: tuple[Key, ...] = (
     Key("model.memory.tokens", why=_MEMORY, neutral=None),
     Key("trainer.hub", why="nothing is uploaded; `verl-ext export` writes a folder for the Hub", neutral=("false",)),
 )
+
+_ROWS = {key.name: key for key in KEYS}
+_TODAY = {key.name: key.today for key in KEYS if key.today}
+# Old names that verl's dataclasses of today still have, and apply after all checks.
+DEPRECATED = {key.name: key.today for key in KEYS if key.today and key.age == "deprecated"}
+RENAMED_NODES = {old: new for old, new in _TODAY.items() if "." not in new}
+RENAMED = {old: new for old, new in _TODAY.items() if old not in RENAMED_NODES and old not in DEPRECATED}
+# What is learnt of a reply, in verl and here, and the words that give verl's.
+PAIR_ENDS = (
+    "a reply of verl ≤ 0.6 is the response and the tokenizer's eos_token, right after the generation prompt (0.6 and "
+    "0.7.0 learn the prompt's last token and no eos_token); here it is the chat template's turn. "
+    "drop_empty_reasoning=1 leaves out the empty thinking block that Qwen3's prints; where another token ends the turn "
+    "(Gemma, DeepSeek-Coder), chat_template=FILE with turns of {{ message.content }}{{ eos_token }} gives verl's"
+)
+CHAT_ENDS = (
+    "verl learns the line end after a turn too, and a thinking block without words that the template prints: "
+    "end_of_turn=$'<|im_end|>\\n' (the end as the template writes it) and empty_reasoning=learn give verl's"
+)
+RATE, RATE_OF_OLD = "0.001", "1e-5"  # of optim.lr, which no run here has by default
+FOREIGN_ENGINES = ("automodel", "megatron", "mindspeed", "torchtitan", "veomni")
+
+
+def row_of(key: str) -> Key:
+    """Return the row of a key, without facts if it has none."""
+    return _ROWS.get(key) or Key(key)
+
+
+def path_kind(key: str) -> str | None:
+    """Return the kind of path that a key, or a node above it, holds; None for keys without paths."""
+    if key.startswith("data.mixture.") and key.endswith(".train_dir"):
+        return "data"
+    return next((row.path for row in map(row_of, _nodes(key)) if row.path), None)
+
+
+def superseded(key: str) -> Key | None:
+    """Return the row that says what does the work of a key, or of a node above it, today."""
+    return next((_ROWS[node] for node in _nodes(key) if node in _ROWS and _ROWS[node].why), None)
+
+
+def is_raw(key: str, age: str | None = None) -> bool:
+    """Tell whether a key is one of raw files and their records, or below one; age: as in :class:`Key`."""
+    return any(row.is_raw and age in (None, row.age) for row in map(row_of, _nodes(key)))
+
+
+def renamed(key: str) -> str | None:
+    """Return today's name of an old key; None for others."""
+    if superseded(key):
+        return None
+    node = next((old for old in RENAMED_NODES if key.startswith(f"{old}.")), None)
+    return RENAMED_NODES[node] + key[len(node) :] if node else {**RENAMED, **DEPRECATED}.get(key)
+
+
+def is_name_of_verl(key: str) -> bool:
+    """Tell whether a key is verl's, read otherwise or not at all."""
+    return is_raw(key) or superseded(key) is not None or renamed(key) is not None
+
+
+def is_of_old(key: str) -> bool:
+    """Tell whether only verl ≤ 0.6 has a key."""
+    return any(row_of(node).age == "old" for node in _nodes(key))
+
+
+def _nodes(key: str) -> Iterator[str]:
+    """Yield the key, then the nodes above it."""
+    parts = key.split(".")
+    return (".".join(parts[:count]) for count in range(len(parts), 0, -1))

@@ -17,8 +17,7 @@ import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.config.keys import paths
-from verl_ext.config.legacy import DEPRECATED, RATE
+from verl_ext.config.keys import DEPRECATED, RATE, paths
 from verl_ext.config.model import model_kind
 from verl_ext.config.newer import untried
 from verl_ext.config.run import Machine, RunConfig, dataset_class, node_of_verl
@@ -29,7 +28,7 @@ from verl_ext.engines.schedule import StepOptimizerConfig
 from verl_ext.environment import versions
 from verl_ext.launch.protocol import Launcher
 from verl_ext.options import default_values, first_line, leaves, must, options_of, plain, spell
-from verl_ext.overrides import restore
+from verl_ext.overrides import restored
 from verl_ext.text.tokens.tokenizer import read_template
 
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -77,7 +76,10 @@ def resolve_config(config: DictConfig) -> list[str]:
     This is `~`, empty paths, the attention and the dataset class. It also restores characters of names that Hydra's
     grammar lacks.
     """
-    restore(config)
+    composed: Any = OmegaConf.to_container(config, resolve=False)
+    for name, node in composed.items():
+        if restored(node) != node:
+            config[name] = restored(node)
     if not OmegaConf.is_dict(given := config.model.override_config):
         raise ValueError(must("model.override_config", "map keys of the model's config to values", given))
     for key in paths("data", "run", "model"):

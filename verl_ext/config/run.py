@@ -8,7 +8,7 @@ It is typed once: after `RunConfig.from_composed` there is no DictConfig, except
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from types import SimpleNamespace
@@ -166,13 +166,14 @@ class RayOptions(Options):
     timeout: float = option(600, "seconds to wait for trainer.nnodes nodes; after that a restart takes fewer", least=0)
 
 
-# The options whose nodes depend on no dataset family or kind of model. DataOptions share a node with a family's.
+# The options that have a node of their own.
 NODES: tuple[type[Options], ...] = (
     *(LossOptions, AttentionOptions, ParallelOptions, TrainerOptions),
     *(ReferenceOptions, RayOptions, AnswerOptions),
 )
-_OURS: tuple[type[Options], ...] = (DataOptions, *NODES)
-_READERS: dict[str, type] = {options.prefix: options for options in _OURS}
+# Besides those, the ones that share a node with options of a dataset family, or with verl's own keys.
+OF_EVERY_RUN: tuple[type[Options], ...] = (DataOptions, *NODES, OptimOptions, BestOptions, ModelNode)
+_READERS: dict[str, type] = {DataOptions.prefix: DataOptions, **{options.prefix: options for options in NODES}}
 _READERS |= {"optim": StepOptimizerConfig, "checkpoint": RunCheckpointConfig}
 
 
@@ -237,30 +238,31 @@ class RunConfig:
             except ValueError as error:
                 problems.extend(str(error).splitlines())
 
-        # verl's dataclasses of the last two have these options too, but do not check them.
-        readers: list[Any] = [*(reader_of(options.prefix, values) for options in _OURS), OptimOptions, BestOptions]
-        for reader in readers:
-            read(reader.prefix, functools.partial(reader.read, values[reader.prefix]))
-        read("model_options", lambda: SimpleNamespace(**values["model"] | vars(ModelNode.read(values["model"]))))
+        # verl's dataclasses have the options of their nodes too, but do not check them.
+        for options in OF_EVERY_RUN:
+            reader = reader_of(options.prefix, values) if options in NODES else options
+            read(options.prefix, functools.partial(reader.read, values[options.prefix]))
         read("dataset_class", lambda: dataset_class(values))
         read(
             "dataset", lambda: nodes["dataset_class"].Options.read(values["data"]) if "dataset_class" in nodes else None
         )
         refuse(problems)
+        nodes["model_options"] = SimpleNamespace(**values["model"] | vars(nodes.pop("model")))
         nodes |= {name: node_of_verl(name, values) for name in ("engine", "optim", "checkpoint")}
         return cls(**nodes, machine=machine or Machine(), composed=values)
 
     @cached_property
     def values(self) -> Mapping[str, Any]:
         """The whole configuration as plain dicts and lists, for verl and for trackers."""
-        typed = {options.prefix: [getattr(self, options.prefix)] for options in NODES}
-        typed |= {"data": [self.dataset, self.data], "model": [self.model_options]}
-        engine = {**self.composed["engine"], "mixed_precision": self.engine.mixed_precision}
-        return {
-            **self.composed,
-            **{name: _current(self.composed[name], typed[name]) for name in typed},
-            "engine": engine,
-        }
+        typed = {options.prefix: asdict(getattr(self, options.prefix)) for options in NODES}
+        typed |= {"data": asdict(self.dataset) | asdict(self.data), "model": vars(self.model_options)}
+        values = {**self.composed}
+        for name, options in typed.items():
+            node = self.composed[name]  # whose numbers stay as they were written, 1 and not 1.0
+            changed = {key: value for key, value in options.items() if key in node and value != node[key]}
+            values[name] = {**node, **changed}
+        values["engine"] = {**values["engine"], "mixed_precision": self.engine.mixed_precision}
+        return values
 
     def decided(self, notice: str | None = None, **nodes: Mapping[str, Any]) -> "RunConfig":
         """Return this config with other values of nodes, by name, and a notice about them."""
@@ -322,16 +324,6 @@ def node_of_verl(node: str, values: Mapping[str, Any], **more: Any) -> Any:
     reader = reader_of(node, values)
     target = {"_target_": f"{reader.__module__}.{reader.__qualname__}"}
     return omega_conf_to_dataclass(OmegaConf.create({**values[node], **target, **more}))
-
-
-def _current(node: Mapping[str, Any], typed: Iterable[Any]) -> dict[str, Any]:
-    """Return a composed node with the values of its typed forms, where these are others."""
-    current = dict(node)
-    for key, value in ((key, value) for of in typed for key, value in vars(of).items() if key in node):
-        value = _current(node[key], [value]) if isinstance(value, Options) else value
-        if value != node[key]:
-            current[key] = value
-    return current
 
 
 def dataset_class(config: Any) -> type[PackDataset]:

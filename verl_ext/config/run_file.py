@@ -22,26 +22,16 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.config.key_table import conf_folder
-from verl_ext.config.keys import paths
-from verl_ext.config.legacy import RENAMED
+from verl_ext.config.key_table import conf_folder, node_names
+from verl_ext.config.keys import RENAMED, path_kind, paths
 from verl_ext.options import UsageError, first_line, leaves, must, spell
-from verl_ext.overrides import dotted_options, override_words, parsed_words, restored
+from verl_ext.overrides import Item, dotted_options, override_words, parsed_words, restored
 from verl_ext.redaction import redacted
 from verl_ext.text.read.hub import HUB, HUB_PREFIX
 from verl_ext.text.read.sources import is_there, is_url, kind_of
 
-# Options that hold paths. Those of data and of the run's own folders are always paths; a model may also be a name of
-# the Hub, and a template may also be the template itself.
-DATA_PATHS, OWN_PATHS, MODEL_PATHS = paths("data", "source", "raw"), paths("run", "placed"), paths("model")
-TEMPLATES = ("chat_template", "eval.chat_template", "model.custom_chat_template")
-OBJECTS = ("eval.score", "trainer.hooks")  # module:name, or file.py:name
-_SOURCES = tuple(f"{key}." for key in DATA_PATHS)
-_READ_FROM_HUB = ("data.sources", "data.val_sources", "eval.prompts")
-_NODES = (
-    *("data", "model", "engine", "optim", "loss", "reference", "attention", "parallel", "trainer", "checkpoint"),
-    *("eval", "profiler", "ray"),
-)
+_OF_DATA, _OF_RUN = ("data", "source", "corpus", "raw"), ("run", "placed")  # kinds of paths (config/keys.py)
+_DATA = paths(*_OF_DATA)
 # What configurations of other trainers hold, and whose they are.
 _FOREIGN = (
     ({"base_model"}, "an axolotl configuration"),
@@ -83,16 +73,16 @@ def _with(words: Sequence[str], later: Sequence[str], is_run: bool = False) -> l
 
     A tokenized folder (data.train_dir) takes the place of all that it would be made of, and so do the sources of a run.
     """
-    keys = {word.partition("=")[0].lstrip("+~") for word in later if not word.startswith("-")}
-    keys |= {key for key in DATA_PATHS if is_run and any(word.startswith(f"{key}.") for word in later)}
+    keys = {Item.read(word).key for word in later if not word.startswith("-")}
+    keys |= {key for key in _DATA if is_run and any(word.startswith(f"{key}.") for word in later)}
     keys |= {"data.sources", "data.val_sources", "data.val_share"} if "data.train_dir" in keys else set()
 
     # Hydra merges a dict into what is there; one value for all takes the place of a value for each name (sample=1.0).
-    single = {word.partition("=")[0] for word in later if "={" not in word}
-    whole = tuple(f"{key}." for key in keys if key in DATA_PATHS or (key in single and key not in _NODES))
+    single = {Item.read(word).key for word in later if "={" not in word}
+    whole = tuple(f"{key}." for key in keys if key in _DATA or (key in single and key not in node_names()))
 
     def is_replaced(word: str) -> bool:
-        key = word.partition("=")[0]
+        key = Item.read(word).key
         return key in keys or key.startswith(whole)
 
     return [*(word for word in words if not is_replaced(word)), *later]
@@ -188,7 +178,7 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         got = loaded or "nothing"
         raise UsageError(must(f"{file}", "map keys to values, such as 'nproc: 8'", got))
-    for node in _NODES:
+    for node in node_names():
         if node in values and isinstance(values[node], list | None):
             raise UsageError(must(f"{file}: {node}", "map keys to values, or name a choice", values[node]))
     return values
@@ -234,16 +224,17 @@ def _placed(key: str, value: Any, folder: Path, options: Mapping[str, Any]) -> A
     path = os.path.normpath(folder / text) if "${" not in value else str(folder / value)
     exists = any(map(is_there, (str(folder / text), f"{folder / text}.idx")))
     key = RENAMED.get(key, key)
-    if _is_data(key):
+    kind = path_kind(key)
+    if kind in _OF_DATA:
         # A tokenized folder has no place on the Hub, unlike sources.
-        if not exists and key.startswith(_READ_FROM_HUB) and HUB.fullmatch(text) and kind_of(text) is None:
+        if not exists and kind == "source" and HUB.fullmatch(text) and kind_of(text) is None:
             return value if value.startswith(HUB_PREFIX) else f"{HUB_PREFIX}{value}"
         return path
     if key == "chat_templates" and ":" in text:  # a package's
         return value
-    if key in OWN_PATHS or (key in OBJECTS and ".py:" in value) or (key in TEMPLATES and exists):
+    if kind in _OF_RUN or (kind == "object" and ".py:" in value):
         return path
-    if key in (*MODEL_PATHS, *TEMPLATES):
+    if kind in ("model", "template"):
         if not exists and os.path.exists(text):
             raise ValueError(f"{key} must start at the folder of this file, {folder}, which has no {value}")
         return path if exists else value
@@ -253,8 +244,8 @@ def _placed(key: str, value: Any, folder: Path, options: Mapping[str, Any]) -> A
 def _relative(value: str, options: Mapping[str, Any]) -> str | None:
     """Resolve a path's references as far as known here; None if it does not start at the file."""
     if match := re.match(r"\$\{([\w.]+)\}", value):
-        key = RENAMED.get(match[1], match[1])
-        if _is_data(key) or key in (*OWN_PATHS, *MODEL_PATHS):  # absolute already, or a default's
+        kind = path_kind(RENAMED.get(match[1], match[1]))
+        if kind in (*_OF_DATA, *_OF_RUN, "model"):  # absolute already, or a default's
             return None
         start = options.get(match[1])  # a default, if it is not here, and no path
         return value if not isinstance(start, str) or _relative(start, options) else None
@@ -264,11 +255,3 @@ def _relative(value: str, options: Mapping[str, Any]) -> str | None:
         except OmegaConfBaseException:
             return None if value.startswith("${") else value
     return None if is_url(value) or value.startswith(("~", "pkg://", "file://", "/")) else value
-
-
-def _is_data(key: str) -> bool:
-    return (
-        key in DATA_PATHS
-        or key.startswith(_SOURCES)
-        or (key.startswith("data.mixture.") and key.endswith(".train_dir"))
-    )

@@ -23,16 +23,13 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.config import key_table, legacy
-from verl_ext.config.best import BestOptions
-from verl_ext.config.keys import with_fact
+from verl_ext.config import key_table
+from verl_ext.config.keys import DEPRECATED, is_name_of_verl, with_fact
 from verl_ext.config.model import PackedModel
-from verl_ext.config.run import NODES, dataset_class
-from verl_ext.config.weights import ModelNode
+from verl_ext.config.run import OF_EVERY_RUN, dataset_class
 from verl_ext.custom import names_own_class
 from verl_ext.data import PackDataset, SFTDataSet
 from verl_ext.data.packs.options import DataOptions
-from verl_ext.engines.schedule import OptimOptions
 from verl_ext.losses import LossOptions, PreferenceOptions
 from verl_ext.options import Options, default_values, leaves, must, options_of, refuse, spell
 from verl_ext.overrides import restored
@@ -41,7 +38,6 @@ CONF = "verl_ext.conf"
 UPSTREAM_CONF = "verl.trainer.config"
 UPSTREAM_PRIMARY = "sft_trainer_engine"
 
-_PAPERS = "papers"  # a folder of recipes, which are chosen by their own names
 # Groups of verl, whose other choices are engines on which packs do not run.
 _UPSTREAM_GROUPS = {"engine": ("fsdp",), "optim": ("fsdp",), "profiler": ("profiler",)}
 
@@ -113,8 +109,7 @@ def _file(group: str, choice: str) -> Any:
 @functools.cache
 def option_nodes() -> dict[str, tuple[str, dict[str, Any]]]:
     """Return {name below `/options`: (its node, {key: default})} of our dataclasses."""
-    always: tuple[type[Options], ...] = (ModelNode, OptimOptions, BestOptions, *NODES)
-    nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in always}
+    nodes = {cls.prefix: (cls.prefix, default_values(cls)) for cls in OF_EVERY_RUN}
     nodes["loss/preference"] = (PreferenceOptions.prefix, default_values(PreferenceOptions))
     for kind in model_kinds().values():
         for cls in kind.config_options:  # null means the model's own value, else the default
@@ -135,8 +130,8 @@ def register() -> None:
     for name, (_, node) in option_nodes().items():
         group, _, leaf = f"options/{name}".rpartition("/")
         store.store(group=group, name=leaf, node=node)
-    for file in Path(str(files(CONF).joinpath("recipe", _PAPERS))).glob("*/*.yaml"):
-        recipe, base = file.parent.name, f"/recipe/{_PAPERS}/{file.parent.name}/{file.stem}"
+    for file in Path(str(files(CONF).joinpath("recipe", key_table.PAPERS))).glob("*/*.yaml"):
+        recipe, base = file.parent.name, f"/recipe/{key_table.PAPERS}/{file.parent.name}/{file.stem}"
         store.store(group=f"recipe/{recipe}", name=file.stem, package="_global_", node={"defaults": [base]})
 
 
@@ -151,17 +146,10 @@ def known_keys() -> frozenset[str]:
 
 
 @functools.cache
-def nodes() -> dict[str, str]:
-    """Return {top node that is not a group of choices: its first key}."""
-    found = {key.partition(".")[0]: key for key in sorted(known_keys(), reverse=True) if "." in key and "._" not in key}
-    return {name: key for name, key in found.items() if name not in groups() and not is_free_form(name)}
-
-
-@functools.cache
 def free_form() -> frozenset[str]:
     """Return the nodes that take any keys: some of verl's, and our options that are mappings."""
     families: list[type[Options]] = [family.Options for family in dataset_families().values()]
-    classes: tuple[type[Options], ...] = (*NODES, OptimOptions, PreferenceOptions, *families)
+    classes: tuple[type[Options], ...] = (*OF_EVERY_RUN, PreferenceOptions, *families)
     ours = ((f"{cls.prefix}.{name}", of.type) for cls in classes for name, of in options_of(cls).items())
     return frozenset({*with_fact("is_free"), *(key for key, kind in ours if dict in (kind, get_origin(kind)))})
 
@@ -234,8 +222,8 @@ def _incomplete(config: DictConfig, keys: Sequence[str]) -> str | None:
 @functools.cache
 def _always() -> frozenset[str]:
     """Return the keys of values that every composed config has."""
-    ours: tuple[type[Options], ...] = (DataOptions, ModelNode, OptimOptions, BestOptions, *NODES)
-    keys = {*value_keys(_upstream()), *(f"{of.prefix}.{key}" for of in ours for key, _ in leaves(default_values(of)))}
+    ours = (f"{of.prefix}.{key}" for of in OF_EVERY_RUN for key, _ in leaves(default_values(of)))
+    keys = {*value_keys(_upstream()), *ours}
     return frozenset(key for key in keys if not is_free_form(key))
 
 
@@ -250,7 +238,7 @@ def _untranslated(config: DictConfig) -> Iterator[str]:
     own = options_of(classes.get(OmegaConf.select(config, "data.custom_cls.name"), SFTDataSet).Options)
     defaults = _upstream()
     for key in value_keys(config):
-        if not legacy.is_name_of_verl(key) or key in legacy.DEPRECATED or key.removeprefix("data.") in own:
+        if not is_name_of_verl(key) or key in DEPRECATED or key.removeprefix("data.") in own:
             continue
         if (item := OmegaConf.select(config, key)) not in (None, OmegaConf.select(defaults, key)):
             yield must(key, "be given on the command line, which translates it for packs", item) + " in a file"
@@ -269,18 +257,9 @@ def groups() -> tuple[str, ...]:
 
 
 def options(group: str, folders: Sequence[Path] = ()) -> dict[str, str]:
-    """Return {choice of a group: its name in Hydra}, with those in the user's config folders.
-
-    A recipe's name is NAME for the config.yaml of its folder, and NAME/STAGE for another yaml file there. A folder with
-    a run.yaml has whole runs (verl_ext/config/run_file.py), and no choices.
-    """
-    conf, names = Path(str(files(CONF))), {*_UPSTREAM_GROUPS.get(group, ())}
-    roots = [root / group for root in (conf, *folders)]
-    nested = [*roots, conf / group / _PAPERS] if group == "recipe" else []
-    for root, pattern in (*((root, "*.yaml") for root in roots), *((root, "*/*.yaml") for root in nested)):
-        found = (file for file in root.glob(pattern) if file.parent == root or not file.with_name("run.yaml").is_file())
-        names |= {file.relative_to(root).with_suffix("").as_posix() for file in found}
-    return {name.removesuffix("/config"): name for name in sorted(names)}
+    """Return {choice of a group: its name in Hydra}: verl's, ours, and those in the user's config folders."""
+    of_verl = {name: name for name in _UPSTREAM_GROUPS.get(group, ())}
+    return dict(sorted((of_verl | key_table.choice_files(group, folders)).items()))
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from verl_ext.layers import MIXERS, SCANS, mixers_of, unknown_mixers
 from verl_ext.layers.experts import experts_problem, has_experts
 from verl_ext.layers.scans import kernels_problem
 from verl_ext.layers.towers import auto_class, freeze, outside_text, text_parts
-from verl_ext.layers.trial import isolation_problem, sharing_problem, trial_model
+from verl_ext.layers.trial import isolation_problem, sharing_problem
 from verl_ext.losses import HEADS, row_bytes
 from verl_ext.options import first_line, must, spell
 from verl_ext.parallel.experts import expert_layers
@@ -137,7 +137,7 @@ def _trial(model: Architecture) -> str | None:
     """Describe how a small model mixes documents; None if it does not."""
     cls = model.cls or auto_class(model.hf_config)
     try:
-        trial = trial_model(model.hf_config, cls)
+        trial = model.trial()
     except Exception as error:  # small sizes do not suit the config, or the model builds its own attention
         return f"{cls.__name__} cannot be tried with packed attention: {first_line(error)}"
     try:
@@ -149,7 +149,7 @@ def _trial(model: Architecture) -> str | None:
 def answering_problem(model: Architecture, prompts: Any) -> str | None:
     """Return why a small model cannot answer prompts; None if it can, or none can be built."""
     try:
-        trial = trial_model(model.hf_config, model.cls or auto_class(model.hf_config))
+        trial = model.trial()
     except Exception:  # small sizes do not suit the config
         return None
     problem = generation_problem(trial)
@@ -165,7 +165,7 @@ def sharing_problems(config: "RunConfig", model: Architecture) -> Iterator[str]:
         why = f"up to which the rotary frequencies of a {model.name} are the same for all documents"
         yield must("data.max_tokens", f"be at most {limit} with data.share_prefixes=true, {why}", config.max_tokens)
     try:
-        problem = sharing_problem(trial_model(model.hf_config, model.cls or auto_class(model.hf_config)))
+        problem = sharing_problem(model.trial())
     except Exception as error:  # a model's code may raise any error
         problem = first_line(error)
     if problem is not None:

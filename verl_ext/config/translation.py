@@ -15,14 +15,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 
-from verl_ext.config.keys import KEYS, OFFLOAD, Key
-from verl_ext.config.legacy import (
+from verl_ext.config.keys import (
     CHAT_ENDS,
     DEPRECATED,
     FOREIGN_ENGINES,
+    KEYS,
+    OFFLOAD,
     PAIR_ENDS,
     RATE,
     RATE_OF_OLD,
+    Key,
     is_of_old,
     is_raw,
     renamed,

@@ -21,7 +21,7 @@ from verl_ext.engines.activations import ActivationOptions
 from verl_ext.engines.lora import LoraOptions
 from verl_ext.environment import UNKNOWN, files_digest, folder_digest
 from verl_ext.layers.towers import FreezeOptions, outside_text
-from verl_ext.options import first_line, must, option, refuse, spell
+from verl_ext.options import first_line, must, option, refuse, shortened, spell
 from verl_ext.text.read.json_records import parse_json
 from verl_ext.text.tokens.new_tokens import NEW_SPECIAL_TOKENS, NEW_TOKENS
 
@@ -290,8 +290,7 @@ def weight_files(path: str, key: str = "model.path", names: Sequence[str] = _FIL
 def counted_names(names: Iterable[str]) -> str:
     """Count names and show the first of them: `5: a, b, c and 2 more`."""
     names = sorted(names)
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{len(names)}: {', '.join(names[:_NAMED])}{more}"
+    return f"{len(names)}: {shortened(names, _NAMED)}"
 
 
 @contextmanager

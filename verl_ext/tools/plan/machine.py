@@ -7,7 +7,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl_ext.attention import unusable
-from verl_ext.config.legacy import RATE
+from verl_ext.config.keys import RATE
 from verl_ext.config.run import Machine
 from verl_ext.layers import mixers_of
 from verl_ext.options import must
