@@ -24,6 +24,7 @@ from verl_ext.text.read import readers as chunks
 from verl_ext.text.read.bad_record import BadRecord, RecordOptions
 from verl_ext.text.read.readers import TextFile, read_chunks
 from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.records.content import PlainText
 from verl_ext.text.text_encoder import TextEncoder, TokenCharacters, Windows
 
 CORPUS = [
@@ -185,7 +186,7 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
         text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=on_found == "encode"
     )
     windows = Windows(window, 40, 1 << 20)
-    (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows).encode([text])
+    (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows).encode([PlainText(text)])
     chats = [RenderedTurns(each) for each in (text[::-1], "", text)]  # the characters are those of each alone
     *_, chat = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats(chats)
     if not isinstance(encoded, BadRecord):  # a tokenizer of words has </s> itself
@@ -215,7 +216,7 @@ def test_a_window_is_all_that_is_tokenized_at_once(kind: str, monkeypatch: pytes
         return call(tokenizer, texts, **options)
 
     monkeypatch.setattr(type(tokenizer), "__call__", counted)
-    (encoded,) = encoder.encode([text])
+    (encoded,) = encoder.encode([PlainText(text)])
     assert encoded.ids.tolist() == whole
     assert max(lengths) == 2000
     assert sum(lengths) < 2.5 * len(text)
@@ -228,7 +229,7 @@ def test_a_tokenizer_whose_tokens_span_spaces_takes_a_text_whole_or_refuses_it()
     for tokenizer in (PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"), ByT5Tokenizer()):
         whole = tokenizer(text, add_special_tokens=False)["input_ids"]
         short, long = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(64, 16, 1024)).encode(
-            [text, text * 2]
+            [PlainText(text), PlainText(text * 2)]
         )
         assert short.ids.tolist() == whole
         assert long.reason == "too_long"
@@ -243,7 +244,7 @@ def test_the_tokenizers_own_tokens_stand_at_the_ends_of_the_whole_text(adds: boo
     )
     text = "the cat sat on the mat\n" * 20
     encoder = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(64, 16))
-    (encoded,) = encoder.encode([text], add_special_tokens=adds)
+    (encoded,) = encoder.encode([PlainText(text)], add_special_tokens=adds)
     assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=adds)["input_ids"]
     assert (encoded.ids[0] == 3) == adds
 
@@ -253,7 +254,7 @@ def test_names_of_special_tokens_are_counted_across_blocks_and_cuts() -> None:
     for shift in range(24):
         text = "x" * shift + ("the cat <|im_end|> sat " * 40)
         encoded, refused = (
-            TextEncoder(tokenizer, RecordOptions(how), windows=Windows(64, 16)).encode([text])[0]
+            TextEncoder(tokenizer, RecordOptions(how), windows=Windows(64, 16)).encode([PlainText(text)])[0]
             for how in ("encode", "error")
         )
         assert encoded.special_tokens == 40
@@ -289,7 +290,9 @@ def test_a_text_file_read_as_a_stream_is_the_document_of_its_text(
     folder = tmp_path_factory.mktemp("stream")
     text = "the " + text
     expected = (
-        TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([text.replace("\r\n", "\n")])[0].ids.tolist()
+        TextEncoder(tiny_tokenizer(), RecordOptions("encode"))
+        .encode([PlainText(text.replace("\r\n", "\n"))])[0]
+        .ids.tolist()
     )
     (folder / "a.txt").write_bytes(("\ufeff" + text).encode())
     with pytest.MonkeyPatch.context() as patch:
@@ -297,7 +300,7 @@ def test_a_text_file_read_as_a_stream_is_the_document_of_its_text(
         (chunk,) = read_chunks(find_source_files({"a": [str(folder / "a.txt")]})[0])
         ((_, record),) = chunk.records
         (encoded,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode"), windows=Windows(64, 30)).encode(
-            [record if record.text is None else record.text]
+            [PlainText(file=record) if record.text is None else PlainText(record.text)]
         )
     assert encoded.ids.tolist() == expected
 
@@ -312,5 +315,5 @@ def test_a_stream_that_cannot_be_used_is_told_as_a_short_file_is(
     (tmp_path / "a.txt").write_bytes(b"the cat\n" * 100)
     file = TextFile(str(tmp_path / "a.txt"))
     (tmp_path / "a.txt").unlink()
-    (gone,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([file])
+    (gone,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([PlainText(file=file)])
     assert names(str(gone), f"{tmp_path}/a.txt", "No such file or directory")

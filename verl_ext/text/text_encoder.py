@@ -31,8 +31,8 @@ from verl_ext.text.chat.renderer import RenderedTurns
 from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
 from verl_ext.text.chat.template import Span
 from verl_ext.text.prefixes import Prefixes, mask_from_prefixes
-from verl_ext.text.read.bad_record import BadRecord, RecordOptions
-from verl_ext.text.read.readers import TextFile
+from verl_ext.text.read.bad_record import BadRecord, RecordOptions, readable_value
+from verl_ext.text.records.content import PlainText
 
 TRIES = 16  # places tried for a cut before a window is doubled
 NO_SIZE = -(1 << 40)  # bytes of a token that no text becomes; with it, the sizes never sum to a text's bytes
@@ -146,26 +146,28 @@ class TextEncoder:
         return self._call(self.tokenizer, [text])["input_ids"][0]
 
     def encode(
-        self, texts: Sequence[str | TextFile], add_special_tokens: bool = False
+        self, texts: Sequence[PlainText | BadRecord], add_special_tokens: bool = False
     ) -> list[Encoded | BadRecord | DataError]:
         """Return each text's tokens or error (unusable text, unreadable file).
 
-        add_special_tokens: add the tokens that the tokenizer puts at either end of a text.
+        texts: an unusable record's error may stand for its text. add_special_tokens: add the tokens that the tokenizer
+        puts at either end of a text.
         """
         encoded: list[Any] = [None] * len(texts)
         short: dict[int, int] = {}  # number of names of special tokens, by the text's number
-        for number, text in enumerate(texts):
+        for number, given in enumerate(texts):
             try:
-                if isinstance(text, TextFile) or len(text) > self._windows.size:
+                text: PlainText = readable_value(given)
+                if text.is_longer(self._windows.size):
                     encoded[number] = self._long(text, add_special_tokens)
                 else:
-                    short[number] = self._count(text)
+                    short[number] = self._count(text.text)
             except (BadRecord, DataError) as error:
                 encoded[number] = error
         if not short:
             return encoded
         call = {"add_special_tokens": add_special_tokens, **self._split}
-        out = self._call(self.tokenizer, [texts[number] for number in short], **call)
+        out = self._call(self.tokenizer, [readable_value(texts[number]).text for number in short], **call)
         for at, (number, count) in enumerate(short.items()):
             ids = np.asarray(out["input_ids"][at], dtype=np.int32)
             try:
@@ -261,7 +263,7 @@ class TextEncoder:
         if chat.disguised is not None:
             tokenizer, text, call = self.special.renamed_tokenizer, chat.disguised, self._split
         try:
-            pieces = self._pieces(tokenizer, _blocks(text, self._windows.size), True, **call)
+            pieces = self._pieces(tokenizer, PlainText(text).blocks(self._windows.size), True, **call)
             ids, spans = map(np.concatenate, zip(*pieces, strict=True))
             if chat.disguised is not None:
                 self.special.check_ids(ids)
@@ -284,13 +286,13 @@ class TextEncoder:
         if self._split:
             self.special.check_ids(ids if added is None else ids[np.asarray(added) == 0])
 
-    def _long(self, text: str | TextFile, add_special_tokens: bool) -> Encoded:
+    def _long(self, text: PlainText, add_special_tokens: bool) -> Encoded:
         special_tokens, beginning = 0, ""  # the text after its leading white space; empty for a blank text
 
         def blocks() -> Iterator[str]:
             nonlocal special_tokens, beginning
             kept, before = max(self.special.longest - 1, 0), ""
-            for block in text.blocks() if isinstance(text, TextFile) else _blocks(text, self._windows.size):
+            for block in text.blocks(self._windows.size):
                 beginning = beginning or block.strip()[:1000]
                 # A name may lie across the border of two blocks. Names inside `before` are already counted.
                 special_tokens += self._count(before + block) - self._count(before)
@@ -390,7 +392,3 @@ class TextEncoder:
     def _call(self, tokenizer: Any, texts: Sequence[Any], *, add_special_tokens: bool = False, **call: Any) -> Any:
         call |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         return tokenizer(list(texts), add_special_tokens=add_special_tokens, **call)
-
-
-def _blocks(text: str, size: int) -> Iterator[str]:
-    return (text[at : at + size] for at in range(0, len(text), size))

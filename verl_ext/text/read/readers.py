@@ -75,6 +75,11 @@ class TextFile:
         return (text for text, _ in text_blocks(self.path)) if self.text is None else iter([self.text])
 
 
+def in_memory(value: Any) -> Any:
+    """Return a field's value, a long text file's text as a whole."""
+    return "".join(value.blocks()) if isinstance(value, TextFile) else value
+
+
 def read_files(
     files: Iterable[SourceFile],
     size: ChunkSize = CHUNK,

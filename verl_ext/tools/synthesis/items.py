@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_ext.options import DataError, must
 from verl_ext.text.read.bad_record import BadRecord, check_characters
-from verl_ext.text.read.readers import TextFile, read_chunks, read_record
+from verl_ext.text.read.readers import in_memory, read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.messages import ROLES, MessageReader
 from verl_ext.tools.synthesis.asked_prompts import AskedPrompt, asked_prompt
@@ -90,10 +90,9 @@ def read_items(
                     record = read_record(raw)
                     prompt = asked_prompt(record, fields.text_key, fields.question_key) if fields.is_prompt else None
                     text = record.get(fields.text_key) if prompt is None else prompt.text
-                    if fields.is_instruction and not isinstance(text, (str, TextFile)):
+                    text = in_memory(text)
+                    if fields.is_instruction and not isinstance(text, str):
                         text = _first_request(record) or text
-                    if isinstance(text, TextFile):
-                        text = "".join(text.blocks())
                     if not isinstance(text, str) or not text.strip():
                         got = "nothing" if text is None or text == "" else type(text).__name__
                         raise BadRecord("no_text", must(f"text_key={fields.text_key}", "name a field with a text", got))

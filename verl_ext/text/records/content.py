@@ -1,0 +1,74 @@
+"""What a record holds: a chat, a plain text, or a preference between answers.
+
+              chats          texts that become documents
+Chat          itself         each alone
+PlainText     none           itself
+Preference    its answers    one of each answer, all or none
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.text.read.bad_record import check_characters
+from verl_ext.text.read.readers import BLOCK, TextFile
+
+if TYPE_CHECKING:
+    from verl_ext.text.records.messages import Chat
+    from verl_ext.text.records.preference import Preference
+
+Render = Callable[["Chat"], Sequence[Any]]  # returns the texts of a chat, several with turns=each
+
+
+class Content(ABC):
+    """The base class of what records hold."""
+
+    @property
+    def chats(self) -> Sequence["Chat"]:
+        """The chats, the preferred answer first; none for a plain text."""
+        return ()
+
+    @property
+    def preference(self) -> "Preference | None":
+        """The preference itself, if the chats are answers to a prompt."""
+        return None
+
+    @property
+    def chat(self) -> "Chat | None":
+        """The chat of a record that holds no other answer."""
+        return self.chats[0] if self.chats and self.preference is None else None
+
+    def blocks(self, size: int = BLOCK) -> Iterator[str]:
+        """Yield a plain text in pieces of `size` characters, or as its file is read; nothing for chats."""
+        return iter(())
+
+    @abstractmethod
+    def texts(self, render: Render) -> Sequence[Sequence[Any]]:
+        """Return the texts in groups; the documents of a group are made all or none. Raises `BadRecord`."""
+
+
+@dataclass(frozen=True)
+class PlainText(Content):
+    """A text whose tokens are all targets, except the first.
+
+    file: in place of `text`, the file of a long one, which is read where it is tokenized.
+    """
+
+    text: str = ""
+    file: TextFile | None = None
+
+    def is_longer(self, size: int) -> bool:
+        """Return whether the text has more characters, as a file's is taken to have."""
+        return self.file is not None or len(self.text) > size
+
+    def blocks(self, size: int = BLOCK) -> Iterator[str]:
+        """Yield the text, as in `Content`."""
+        if self.file is not None:
+            return self.file.blocks()
+        return (self.text[at : at + size] for at in range(0, len(self.text), size))
+
+    def texts(self, render: Render) -> Sequence[Sequence[Any]]:
+        """Return the text itself."""
+        check_characters(self.text)
+        return [[self]]
