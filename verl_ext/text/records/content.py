@@ -9,33 +9,30 @@ Preference    its answers    one of each answer, all or none
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_ext.text.read.bad_record import check_characters
 from verl_ext.text.read.readers import BLOCK, TextFile
 
-if TYPE_CHECKING:
-    from verl_ext.text.records.messages import Chat
-    from verl_ext.text.records.preference import Preference
-
-Render = Callable[["Chat"], Sequence[Any]]  # returns the texts of a chat, several with turns=each
+# A `Chat` and a `Preference` are Any here, because their modules import this one.
+Render = Callable[[Any], Sequence[Any]]  # returns the texts of a chat, several with turns=each
 
 
 class Content(ABC):
     """The base class of what records hold."""
 
     @property
-    def chats(self) -> Sequence["Chat"]:
+    def chats(self) -> Sequence[Any]:
         """The chats, the preferred answer first; none for a plain text."""
         return ()
 
     @property
-    def preference(self) -> "Preference | None":
+    def preference(self) -> Any:
         """The preference itself, if the chats are answers to a prompt."""
         return None
 
     @property
-    def chat(self) -> "Chat | None":
+    def chat(self) -> Any:
         """The chat of a record that holds no other answer."""
         return self.chats[0] if self.chats and self.preference is None else None
 
