@@ -19,8 +19,9 @@ from verl_ext.data.stream.megatron.writer import TextIndexes, write_text_indexes
 from verl_ext.data.stream.multidoc import MultiDocOptions
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder, optimal_dtype
-from verl_ext.text.read.readers import Chunk, ChunkSize, TextFile, read_files
+from verl_ext.text.read.readers import Chunk, ChunkSize, read_files
 from verl_ext.text.read.sources import SourceFile, find_source_files
+from verl_ext.text.read.text_file import TextFile
 from verl_ext.text.tokenizing import tokenize_files
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Documents

@@ -18,8 +18,9 @@ from verl_ext.commands.command_line import read_options
 from verl_ext.commands.tokenize import TokenizeOptions, tokenize
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.read.bad_record import BadRecord
-from verl_ext.text.read.readers import Chunk, ChunkSize, TextFile, read_chunks, read_files
+from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks, read_files
 from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.read.text_file import TextFile
 
 
 def chunks_of(path: Path) -> list[Chunk]:
@@ -121,7 +122,7 @@ CONTENTS = {
 
 def records_of(path: Path) -> list[Any]:
     raws = [raw for chunk in chunks_of(path) for _, raw in chunk.records]
-    return ["".join(raw.blocks()) if isinstance(raw, TextFile) else raw for raw in raws]
+    return [raw.read() if isinstance(raw, TextFile) else raw for raw in raws]
 
 
 @pytest.mark.parametrize("ending", COMPRESS)

@@ -10,7 +10,7 @@ from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.renderer import ChatRenderer
 from verl_ext.text.read.bad_record import BadRecord, RecordOptions
 from verl_ext.text.records.records import parse_record
-from verl_ext.text.text_encoder import TextEncoder, Windows, mask_from_offsets
+from verl_ext.text.text_encoder import TextEncoder, mask_from_offsets
 from verl_ext.text.tokens.tokenizer import ModelOptions
 
 NO_MODEL = ModelOptions(".")  # the tests give their own tokenizer
@@ -33,10 +33,9 @@ def encoded_chat(
     tokenizer: Any,
     record: dict[str, Any],
     on_found: str = "encode",
-    windows: Windows = Windows(),  # noqa: B008
 ) -> tuple[list[int], list[int], int]:
     """Return a chat's (ids, mask, names of special tokens encoded as text)."""
-    encoder = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows)
+    encoder = TextEncoder(tokenizer, RecordOptions(on_found))
     options = ChatOptions(model=NO_MODEL, special_tokens_in_text=on_found, empty_reasoning="learn")
     (chat,) = ChatRenderer(tokenizer, encoder.special, options).render(parse_record(record).content)
     (encoded,) = encoder.encode_chats([chat])

@@ -22,8 +22,9 @@ from verl_ext.commands.tokenize import TokenizeOptions, main, tokenize
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.json_records import parse_line
-from verl_ext.text.read.readers import TextFile, read_chunks, read_record
+from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import find_source_files
+from verl_ext.text.read.text_file import TextFile
 
 
 def read(path: Path | str) -> list[tuple[str, Any]]:

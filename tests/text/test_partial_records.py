@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.lib.errors import refused
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.json_records import TableRow
-from verl_ext.text.records.messages import Chat, PlainText
+from verl_ext.text.records.content import PlainText
+from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.preference import Preference
 from verl_ext.text.records.records import parse_record
 

@@ -26,6 +26,7 @@ from verl_ext.options import DataError
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.renderer import ChatRenderer
 from verl_ext.text.read.bad_record import BadRecord, RecordOptions
+from verl_ext.text.records.content import PlainText
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.text_encoder import Encoded, TextEncoder
 
@@ -55,9 +56,9 @@ def test_in_a_chat_the_templates_special_tokens_are_tokens_and_the_messages_are_
 @settings(max_examples=100, deadline=None)
 @given(st.lists(PARTS, min_size=1, max_size=8).map("".join))
 def test_a_plain_text_has_no_special_token_of_its_own(text: str) -> None:
-    (encoded,) = TextEncoder(TOKENIZER, RecordOptions("encode")).encode([text])
+    (encoded,) = TextEncoder(TOKENIZER, RecordOptions("encode")).encode([PlainText(text)])
     assert encoded.ids.tolist() == PLAIN.encode(text).ids
-    (kept,) = TextEncoder(TOKENIZER, RecordOptions("keep")).encode([text])
+    (kept,) = TextEncoder(TOKENIZER, RecordOptions("keep")).encode([PlainText(text)])
     assert kept.ids.tolist() == TOKENIZER(text, add_special_tokens=False)["input_ids"]
     assert (encoded.special_tokens > 0) == any(name in text for name in SPECIAL_TOKENS)
 
@@ -134,7 +135,7 @@ def test_a_name_that_only_normalisation_makes_is_text_as_well() -> None:
     stop = tokenizer.convert_tokens_to_ids("<stop>")
     assert stop in tokenizer("a ＜stop＞")["input_ids"]
     assert stop not in encoded_chat(tokenizer, chat_of("a ＜stop＞", "b"))[0]
-    assert stop not in TextEncoder(tokenizer, RecordOptions("encode")).encode(["a ＜stop＞"])[0].ids
+    assert stop not in TextEncoder(tokenizer, RecordOptions("encode")).encode([PlainText("a ＜stop＞")])[0].ids
     assert encoded_chat(tokenizer, chat_of("a ＜stop＞", "b"))[0].count(END) == 2
 
 
@@ -143,7 +144,9 @@ def test_a_tokenizer_that_cannot_split_a_name_makes_a_bad_record() -> None:
     backend = Tokenizer(models.Unigram(list(dict(pieces).items()), unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    good, bad, unknown = TextEncoder(tokenizer, RecordOptions("encode")).encode(["a b", "a </s>b", "a Z"])
+    good, bad, unknown = TextEncoder(tokenizer, RecordOptions("encode")).encode(
+        [PlainText("a b"), PlainText("a </s>b"), PlainText("a Z")]
+    )
     assert isinstance(good, Encoded)
     assert isinstance(unknown, Encoded)
     assert bad.reason == "special_token"
@@ -154,7 +157,7 @@ def test_a_slow_tokenizer_refuses_names_and_encodes_all_else() -> None:
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "</s>")
     encoder = TextEncoder(tokenizer, RecordOptions("encode"))
-    good, bad = encoder.encode(["a b", "a</s>b"], add_special_tokens=True)
+    good, bad = encoder.encode([PlainText("a b"), PlainText("a</s>b")], add_special_tokens=True)
     assert good.ids.tolist() == tokenizer("a b")["input_ids"]
     assert names(str(bad), "</s>", "fast tokenizer")
     renderer = ChatRenderer(tokenizer, encoder.special, ChatOptions(model=NO_MODEL))

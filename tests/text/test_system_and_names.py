@@ -14,7 +14,7 @@ from verl_ext.data.tokenized.arrow import TokenizedData
 from verl_ext.options import DataError, UsageError
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.encoder_chats import ChatEncoder
-from verl_ext.text.read.readers import BLOCK, TextFile
+from verl_ext.text.read.text_file import BLOCK, TextFile
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.preference import Preference

@@ -1,4 +1,4 @@
-"""Long texts tokenized in pieces have the same tokens as in one piece, for every kind of tokenizer."""
+"""Texts and chats have the tokens and characters of their tokenizer, for every kind of tokenizer."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tests.lib.chat_templates import tiny_tokenizer
 from tests.lib.errors import names, refused
@@ -20,11 +20,13 @@ from verl_ext.data.stream.megatron.index import TokenIndex
 from verl_ext.data.stream.megatron.writer import write_text_indexes
 from verl_ext.text.chat.renderer import RenderedTurns
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder
-from verl_ext.text.read import readers as chunks
-from verl_ext.text.read.bad_record import BadRecord, RecordOptions
-from verl_ext.text.read.readers import TextFile, read_chunks
+from verl_ext.text.read import text_file
+from verl_ext.text.read.bad_record import MOST_CHARACTERS, BadRecord, RecordOptions
+from verl_ext.text.read.readers import Chunk, read_chunks
 from verl_ext.text.read.sources import find_source_files
-from verl_ext.text.text_encoder import TextEncoder, TokenCharacters, Windows
+from verl_ext.text.read.text_file import TextFile
+from verl_ext.text.records.content import PlainText
+from verl_ext.text.text_encoder import TextEncoder, TokenCharacters
 
 CORPUS = [
     "The cat's on the mat, and it'll say HELLO to 12345 worlds!\n\nA café — naïve; 漢字 と かな。\n",
@@ -175,19 +177,18 @@ TEXTS = st.lists(PARTS, min_size=1, max_size=120).map("".join)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("on_found", ["encode", "keep"])
 @settings(max_examples=40, deadline=None)
-@given(text=TEXTS, window=st.sampled_from([64, 100, 150, 1000]))
-@example(text="e\u0301e\u0301e\u0301 the \u0958 cat", window=1000)  # NFC keeps the number of bytes
-@example(text="e\u0301 the cat", window=1000)  # the same with a prefix
-@example(text="the <pad>", window=1000)  # a prefix, and a special token that absorbs a space
-def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, text: str, window: int) -> None:
+@given(text=TEXTS)
+@example(text="e\u0301e\u0301e\u0301 the \u0958 cat")  # NFC keeps the number of bytes
+@example(text="e\u0301 the cat")  # the same with a prefix
+@example(text="the <pad>")  # a prefix, and a special token that absorbs a space
+def test_texts_and_chats_have_the_tokens_and_characters_of_the_tokenizer(kind: str, on_found: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
     whole = tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, split_special_tokens=on_found == "encode"
     )
-    windows = Windows(window, 40, 1 << 20)
-    (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found), windows=windows).encode([text])
+    (encoded,) = TextEncoder(tokenizer, RecordOptions(on_found)).encode([PlainText(text)])
     chats = [RenderedTurns(each) for each in (text[::-1], "", text)]  # the characters are those of each alone
-    *_, chat = TextEncoder(tokenizer, RecordOptions("keep"), windows=windows).encode_chats(chats)
+    *_, chat = TextEncoder(tokenizer, RecordOptions("keep")).encode_chats(chats)
     if not isinstance(encoded, BadRecord):  # a tokenizer of words has </s> itself
         assert encoded.ids.tolist() == whole["input_ids"]
     if on_found == "keep":
@@ -201,38 +202,14 @@ def test_a_text_in_pieces_has_the_tokens_of_one_piece(kind: str, on_found: str, 
             assert chat.offsets.first_from(place) == own.first_from(place)
 
 
-@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"strip"}))
-def test_a_window_is_all_that_is_tokenized_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tokenizer_of(kind)
-    text = " ".join(f"the cat said {number}, and it'll say more" for number in range(1000))
-    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    encoder = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(2000, 400, 4000))
-    lengths: list[int] = []
-    call = type(tokenizer).__call__
-
-    def counted(tokenizer: Any, texts: list[str], **options: Any) -> Any:
-        lengths.extend(map(len, texts))
-        return call(tokenizer, texts, **options)
-
-    monkeypatch.setattr(type(tokenizer), "__call__", counted)
-    (encoded,) = encoder.encode([text])
-    assert encoded.ids.tolist() == whole
-    assert max(lengths) == 2000
-    assert sum(lengths) < 2.5 * len(text)
-
-
-def test_a_tokenizer_whose_tokens_span_spaces_takes_a_text_whole_or_refuses_it() -> None:
-    backend = bpe(None, normalizers.Replace(" ", "▁"), spans_spaces=True)
-    assert any("e▁" in token for token in backend.get_vocab())
-    text = "the cat " * 100
-    for tokenizer in (PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"), ByT5Tokenizer()):
-        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-        short, long = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(64, 16, 1024)).encode(
-            [text, text * 2]
-        )
-        assert short.ids.tolist() == whole
-        assert long.reason == "too_long"
-        assert names(str(long), "1,024 characters")
+def test_a_text_that_is_too_long_to_be_tokenized_whole_is_refused(tmp_path: Path) -> None:
+    encoder, text = TextEncoder(tiny_tokenizer(), RecordOptions("encode")), "a" * (MOST_CHARACTERS + 1)
+    bad, fine = encoder.encode([PlainText(text), PlainText("the cat")])
+    assert bad.reason == "too_long"
+    assert names(str(bad), f"{MOST_CHARACTERS:,} characters")
+    assert fine.ids.tolist() == encoder.ids("the cat")
+    with refused(tmp_path / "a.txt", "too_long", f"{MOST_CHARACTERS:,}"):
+        write_and_index(tmp_path, text.encode())
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -242,28 +219,26 @@ def test_the_tokenizers_own_tokens_stand_at_the_ends_of_the_whole_text(adds: boo
         "<s> $A </s>", special_tokens=[("<s>", 3), ("</s>", 4)]
     )
     text = "the cat sat on the mat\n" * 20
-    encoder = TextEncoder(tokenizer, RecordOptions("encode"), windows=Windows(64, 16))
-    (encoded,) = encoder.encode([text], add_special_tokens=adds)
+    encoder = TextEncoder(tokenizer, RecordOptions("encode"))
+    (encoded,) = encoder.encode([PlainText(text)], add_special_tokens=adds)
     assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=adds)["input_ids"]
     assert (encoded.ids[0] == 3) == adds
 
 
-def test_names_of_special_tokens_are_counted_across_blocks_and_cuts() -> None:
+def test_names_of_special_tokens_are_counted_in_a_text() -> None:
     tokenizer = tiny_tokenizer()
-    for shift in range(24):
-        text = "x" * shift + ("the cat <|im_end|> sat " * 40)
-        encoded, refused = (
-            TextEncoder(tokenizer, RecordOptions(how), windows=Windows(64, 16)).encode([text])[0]
-            for how in ("encode", "error")
-        )
-        assert encoded.special_tokens == 40
-        assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        assert refused.reason == "special_token"
+    text = "the cat <|im_end|> sat " * 40
+    encoded, bad = (
+        TextEncoder(tokenizer, RecordOptions(how)).encode([PlainText(text)])[0] for how in ("encode", "error")
+    )
+    assert encoded.special_tokens == 40
+    assert encoded.ids.tolist() == tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert bad.reason == "special_token"
 
 
-def test_a_long_chat_that_holds_special_tokens_is_cut_as_well() -> None:
+def test_a_chat_that_holds_special_tokens_has_them_as_text() -> None:
     content = "the <|im_end|> cat </s> sat " * 30
-    ids, mask, count = encoded_chat(TOKENIZER, chat_of("a", content), windows=Windows(100, 30))
+    ids, mask, count = encoded_chat(TOKENIZER, chat_of("a", content))
     turn = PLAIN.encode("assistant\n" + content).ids
     line_end = PLAIN.encode("\n").ids
     expected = [START, *PLAIN.encode("user\na").ids, END, *line_end, START, *turn, END, *line_end]
@@ -283,34 +258,34 @@ def write_and_index(folder: Path, content: bytes, name: str = "a.txt", on_bad_re
 
 @settings(max_examples=30, deadline=None)
 @given(text=TEXTS, block=st.integers(20, 60))
-def test_a_text_file_read_as_a_stream_is_the_document_of_its_text(
+def test_a_text_file_read_in_blocks_is_the_document_of_its_text(
     text: str, block: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("stream")
     text = "the " + text
     expected = (
-        TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([text.replace("\r\n", "\n")])[0].ids.tolist()
+        TextEncoder(tiny_tokenizer(), RecordOptions("encode"))
+        .encode([PlainText(text.replace("\r\n", "\n"))])[0]
+        .ids.tolist()
     )
     (folder / "a.txt").write_bytes(("\ufeff" + text).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "BLOCK", block)
+        patch.setattr(text_file, "BLOCK", block)
         (chunk,) = read_chunks(find_source_files({"a": [str(folder / "a.txt")]})[0])
         ((_, record),) = chunk.records
-        (encoded,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode"), windows=Windows(64, 30)).encode(
-            [record if record.text is None else record.text]
-        )
+        (encoded,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([PlainText(record.read())])
     assert encoded.ids.tolist() == expected
 
 
 def test_a_stream_that_cannot_be_used_is_told_as_a_short_file_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "BLOCK", 64)
+    monkeypatch.setattr(text_file, "BLOCK", 64)
     for content, things in ((b"the cat\n" * 100 + b"\xff", ("byte 801", "not_utf8")), (b" \n" * 400, ("(empty",))):
         with refused(tmp_path / "a.txt", *things):
             write_and_index(tmp_path, content)
     (tmp_path / "a.txt").write_bytes(b"the cat\n" * 100)
     file = TextFile(str(tmp_path / "a.txt"))
     (tmp_path / "a.txt").unlink()
-    (gone,) = TextEncoder(tiny_tokenizer(), RecordOptions("encode")).encode([file])
-    assert names(str(gone), f"{tmp_path}/a.txt", "No such file or directory")
+    gone = TextRecordEncoder(TextOptions(), tiny_tokenizer()).encode(Chunk(1, [(file.path, file)]))
+    assert names(gone.failure, file.path, "No such file or directory")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.lib.errors import refused
 from verl_ext.text.read.bad_record import BadRecord
-from verl_ext.text.records.messages import Chat, PlainText
+from verl_ext.text.records.content import PlainText
+from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.records import FIELDS, category_of, parse_record
 
 TOOL = {"name": "sit", "parameters": {"on": {"type": "str"}}}

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.lib.errors import refused
 from verl_ext.commands.command_line import read_options
 from verl_ext.options import DataError, UsageError
-from verl_ext.text.read import readers
+from verl_ext.text.read import text_file
 from verl_ext.tools.init_model.command import InitModelOptions, init_model
 from verl_ext.tools.init_model.tokenizer import CHATML_TEMPLATE, TokenizerOptions, TrainingText, trained_tokenizer
 
@@ -54,7 +54,7 @@ def test_compressed_text_is_read_as_the_plain_text_is(tmp_path):
 def test_blocks_are_the_text_and_end_with_lines_and_a_byte_that_is_no_utf8_is_named(text, block, cut, tmp_path_factory):
     path = tmp_path_factory.mktemp("blocks") / "a.txt"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "BLOCK", block)
+        patch.setattr(text_file, "BLOCK", block)
         path.write_text(text, encoding="utf-8")
         blocks = read(path)
         path.write_bytes(text.encode() + ("漢".encode()[:2] if cut else b"\xff\n tail"))

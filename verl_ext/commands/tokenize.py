@@ -8,7 +8,6 @@ depend on the number of workers or on the other sources, and a larger sample con
 With `val_share`, two folders are written, `output_dir`/train and `output_dir`/val (verl_ext/text/held_out.py).
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from verl_ext.text.encoder_tokens import TokenRecordEncoder, has_tokens
 from verl_ext.text.held_out import KEYS, RecordChoice
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_chunks
 from verl_ext.text.read.sources import SourceFile, files_left_out, find_source_files
-from verl_ext.text.tokenizing import key_above_lowest, tokenize_files
+from verl_ext.text.tokenizing import bound_of_lowest, record_keys, tokenize_files
 from verl_ext.text.tokens.documents import Documents, numbered
 from verl_ext.text.tokens.new_tokens import tokens_of
 
@@ -176,11 +175,19 @@ def write_dataset(
     how: Any = {"num_workers": options.num_workers, "on_ray": on_ray}
     how["size"] = chunk_size or (RAY_CHUNK if on_ray else CHUNK)
 
+    limits = cache(partial(_sample_limit, options, files))
+
     # The records are divided here and not by the workers, which know of no others.
     choice = None
     if options.val_share is not None or options.deduplicate:
         encoder.by_record = True
-        choice = RecordChoice(_first_not_held_out(options, files, encoder, **how), options.deduplicate)
+        share = options.val_share or 0.0
+        if isinstance(share, float):
+            first_not_held_out = round(share * KEYS)
+        else:  # a number of records needs the keys of all
+            keys = record_keys(files, encoder, read=_sampled(options, limits, encoder), **how)
+            first_not_held_out = bound_of_lowest(keys, share)
+        choice = RecordChoice(first_not_held_out, options.deduplicate)
     folders = [folder] if options.val_share is None else [folder / part for part in PARTS]
     parts = _Parts([_Part(each, options, encoder.decode, shard_bytes) for each in folders])
     report = parts.parts[0].report
@@ -191,7 +198,7 @@ def write_dataset(
         documents = numbered(documents, categories)
         return parts.add([documents] if choice is None else choice.split(documents))
 
-    tokenize_files(files, encoder, add, parts, read=_sampled(options, files, encoder, report), **how)
+    tokenize_files(files, encoder, add, parts, read=_sampled(options, limits, encoder, report), **how)
     if len(folders) > 1:
         report.held_out = parts.parts[1].report
         report.held_out.read = report.read
@@ -253,25 +260,14 @@ class _Parts:
             part.writer.abandon()
 
 
-def _first_not_held_out(options: TokenizeOptions, files: Sequence[SourceFile], encoder: Encoder, **how: Any) -> int:
-    """Return the key below which records are held out.
-
-    A number of records needs the keys of all.
-    """
-    share = options.val_share
-    if share is None:
-        return 0
-    if isinstance(share, float):
-        return round(share * KEYS)
-    return key_above_lowest(files, encoder, share, read=_sampled(options, files, encoder), **how)
-
-
 def _sampled(
-    options: TokenizeOptions, files: Sequence[SourceFile], encoder: Encoder, report: Report | None = None
+    options: TokenizeOptions, limits: Callable[[int], int | None], encoder: Encoder, report: Report | None = None
 ) -> Callable[[SourceFile, ChunkSize], Iterator[Chunk]]:
-    """Return a reader of drawn records, which counts all, and files without any, by source in a report."""
+    """Return a reader of drawn records, which counts all, and files without any, by source in a report.
+
+    limits: the bound of the drawn numbers in each source.
+    """
     sources, places = list(options.sources), Counter[str]()
-    limits = cache(partial(_sample_limit, options, files))
 
     def read(file: SourceFile, size: ChunkSize) -> Iterator[Chunk]:
         name, limit = sources[file.category_id - 1], limits(file.category_id)
@@ -305,8 +301,7 @@ def _sample_limit(options: TokenizeOptions, files: Sequence[SourceFile], source:
     own = (file for file in files if file.category_id == source)
     in_files = (sum(len(chunk.records) for chunk in read_chunks(file, columns=())) for file in own)
     drawn = (islice(_numbers(options.seed, name, place), records) for place, records in enumerate(in_files))
-    lowest = heapq.nsmallest(part, chain.from_iterable(drawn))
-    return lowest[-1] + 1 if lowest else 0
+    return bound_of_lowest(chain.from_iterable(drawn), part)
 
 
 def _numbers(seed: int, name: str, place: int) -> Iterator[int]:

@@ -9,24 +9,36 @@ data/babilong     BABILong's samples
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from verl_ext.options import DataError
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import Chunk, ChunkSize, read_chunks
 from verl_ext.text.read.sources import SourceFile
-from verl_ext.text.tokens.counts import Counts, Tally
+from verl_ext.text.tokens.counts import NO_KEY, Counts, Tally
 from verl_ext.text.tokens.documents import Document, Documents, RecordFacts, join_documents
 from verl_ext.text.tokens.tokenizer import load_tokenizer
 
-# One document or several; it may raise BadRecord, or DataError for a text file that cannot be read.
-Maker = Callable[[], Document | Sequence[Document]]
-Owner = tuple[str, Counts, int]  # the record of a maker: its place, counts and number in the chunk
-NO_KEY = 2**64 - 1  # of a record that cannot be read
+
+class Origin(NamedTuple):
+    """The record that documents are made of.
+
+    place: its file and line, for errors. number: its number in the chunk. counts: those that it adds to. category: ""
+    for that of its source.
+    """
+
+    place: str
+    number: int
+    counts: Counts
+    category: str = ""
+
+
+# What makes a record's documents, or those of a part of it that stands or falls as a whole. It may raise BadRecord, or
+# DataError for a text file that cannot be read.
+Draft = tuple[Origin, Callable[[], Sequence[Document]]]
 
 # Reasons for which an option leaves a document out: they count it, and end no run.
 TOO_SHORT = "too_short"
@@ -91,58 +103,58 @@ class Encoder(ABC):
         """Return 64 bits of a hash of a source's record. Raises `BadRecord`."""
         raise NotImplementedError
 
-    def record_keys(self, chunk: Chunk) -> NDArray[np.uint64]:
+    def record_keys(self, chunk: Chunk) -> list[int]:
         """Return every record's key, NO_KEY for those that cannot be read."""
-        keys = np.full(len(chunk.records), NO_KEY, np.uint64)
+        keys = [NO_KEY] * len(chunk.records)
         for number, (_, raw) in enumerate(chunk.records):
             with suppress(BadRecord, DataError, RecursionError):  # which `encode` reports
                 keys[number] = self.record_key(raw, chunk.category_id)
         return keys
 
-    def made(
-        self,
-        chunk: Chunk,
-        makers: Iterable[Maker],
-        owners: Sequence[Owner] = (),
-        tally: Tally | None = None,
-        keys: NDArray[np.uint64] | None = None,
-    ) -> Documents:
-        """Make documents in order, up to an error that ends the run.
+    def one_each(self, chunk: Chunk, makers: Iterable[Callable[[], Document]]) -> Documents:
+        """Make one document of each record, up to an error that ends the run."""
+        tally, drafts = Tally(self.by_record), []
+        keys = self.record_keys(chunk) if self.by_record else [NO_KEY] * len(chunk.records)
+        for number, ((place, _), key, make) in enumerate(zip(chunk.records, keys, makers, strict=True)):
+            drafts.append((Origin(place, number, tally.of("")), partial(_alone, make)))
+            tally.end_record("", key)
+        return self.made(chunk, drafts, tally)
 
-        owners: the record of each maker; without them each record has a maker. tally: the counts of the records. keys:
-        those of the records, if `by_record`.
-        """
-        if tally is None:
-            tally, owners = Tally(self.by_record), []
-            for number, (place, _) in enumerate(chunk.records):
-                owners.append((place, tally.of(""), number))
-                tally.end_record("")
-        # A bad record is counted for its owner, or ends the chunk.
+    def made(self, chunk: Chunk, drafts: Iterable[Draft], tally: Tally) -> Documents:
+        """Make the documents of a chunk in order, up to an error that ends the run; `tally` has counted its records."""
+        # A bad record is counted for its origin, or ends the chunk.
         documents: list[Document] = []
-        records: list[int] = []
+        origins: list[Origin] = []
         failure = None
-        for make, (place, own, record) in zip(makers, owners, strict=True):
+        for origin, make in drafts:
             try:
-                found = make()
-                documents += [found] if isinstance(found, Document) else found
-                records += [record] * (len(documents) - len(records))
+                documents += make()
+                origins += [origin] * (len(documents) - len(origins))
             except DataError as error:
                 failure = str(error)
             except BadRecord as bad:
-                own.add_bad(bad.reason, f"{place}: {bad}")
-                failure = self.failure(bad, place)
+                origin.counts.add_bad(bad.reason, f"{origin.place}: {bad}")
+                failure = self.failure(bad, origin.place)
             if failure is not None:
                 break
         failure = chunk.failure if failure is None else failure
         if failure is not None and self.key:
             failure = f"{self.key} must hold {self.reads}; {failure}"
-        counts = Counts().add(*tally.by_category().values())
-        texts = {name: [document.texts[at] for document in documents] for at, name in enumerate(self.texts)}
-        more: dict[str, Any] = {"counts": counts, "failure": failure, "texts": texts}
+        records = None
         if self.by_record:
-            keys = self.record_keys(chunk) if keys is None else keys
-            more["records"] = RecordFacts(keys, np.array(records, np.int64), tally.records)
-        return join_documents(documents, chunk.category_id, chunk.num_bytes, **more)
+            owners = np.array([origin.number for origin in origins], np.int64)
+            records = RecordFacts(np.array(tally.keys, np.uint64), owners, tally.records)
+        names = [origin.category for origin in origins]
+        return join_documents(
+            documents,
+            chunk.category_id,
+            chunk.num_bytes,
+            counts=Counts().add(*tally.by_category().values()),
+            failure=failure,
+            category_names=names if any(names) else None,
+            texts={name: [document.texts[at] for document in documents] for at, name in enumerate(self.texts)},
+            records=records,
+        )
 
     def check_length(self, tokens: int) -> None:
         """Raise `BadRecord` for a document of fewer tokens than `min_tokens`."""
@@ -155,3 +167,7 @@ class Encoder(ABC):
         if self.options.on_bad_record == "skip" or bad.reason == TOO_SHORT:
             return None
         return f"{place}: {bad} ({bad.reason}; {self.options.key('on_bad_record')}=skip leaves such records out)"
+
+
+def _alone(make: Callable[[], Document]) -> Sequence[Document]:
+    return [make()]

@@ -7,7 +7,7 @@ with EOS; none changes what another one made:
     2 read/json_records     {"messages": […]}        the record
     3 records/records       Chat                     by its shape (4 records/shapes) and messages (5 records/messages)
     6 chat/renderer         <|im_start|>user …       RenderedTurns: the text and the parts that are learnt
-    7 tokens/encoders       ids, their characters    Encoded
+    7 text_encoder          ids, their characters    Encoded
     8 tokens/documents      ids, loss_mask, weights  Document, and with those of the chunk Documents
     9 arrow_folder          a row of a shard         written in the command's process, in the order of the files
 """
@@ -23,22 +23,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import UsageError, must, one_line
+from verl_ext.options import DataError, UsageError, must, one_line
 from verl_ext.text.chat.jinja_template import prints_date
 from verl_ext.text.chat.learnt import closes_again
 from verl_ext.text.chat.options import ChatOptions
 from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, PROMPT, REASONING
 from verl_ext.text.chat.renderer import ChatRenderer, RenderedTurns
-from verl_ext.text.encoder import NO_KEY, Encoder
+from verl_ext.text.encoder import Encoder, Origin
 from verl_ext.text.held_out import content_key
-from verl_ext.text.read.bad_record import BadRecord, check_characters
+from verl_ext.text.read.bad_record import BadRecord, check_characters, check_length
 from verl_ext.text.read.json_records import parse_line
-from verl_ext.text.read.readers import Chunk, TextFile, read_record
-from verl_ext.text.records.messages import Chat, PlainText
-from verl_ext.text.records.preference import REJECTED, Content, Preference
+from verl_ext.text.read.readers import Chunk, read_record
+from verl_ext.text.records.content import Content
+from verl_ext.text.records.messages import Chat
+from verl_ext.text.records.preference import REJECTED, Preference
 from verl_ext.text.records.records import Record, category_of, parse_record, read_columns, replaced
 from verl_ext.text.text_encoder import Encoded, TextEncoder
-from verl_ext.text.tokens.counts import Counts, Tally
+from verl_ext.text.tokens.counts import NO_KEY, Counts, Tally
 from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.tokenizer import stop_tokens, tokenizer_facts
 
@@ -46,23 +47,22 @@ KIND_OF_TARGET = {
     **{kind: kind for kind in (*KINDS, PROMPT)},
     EMPTY_REASONING: REASONING,
 }  # the kinds that the report counts
-Text = str | TextFile | RenderedTurns
 
 
 class _Item(NamedTuple):
-    """A record's text or error; a chat with turns=each has several.
+    """What becomes documents together: a text, or those of all answers of a preference.
 
-    record: its number in the chunk. counts: those of its category, or of the record. texts: one, or those of all
-    answers of a preference, which becomes documents or is bad as a whole.
+    texts: a `PlainText`, or chats as `RenderedTurns`; the error of a record that cannot be used. record: None for that.
     """
 
-    place: str
-    record: int
-    category: str
-    counts: Counts
-    texts: Sequence[Text | BadRecord]
-    weight: float | None = None
-    preference: Preference | None = None
+    origin: Origin
+    texts: Sequence[Any]
+    record: Record | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the texts are those of chats."""
+        return self.record is not None and bool(self.record.content.chats)
 
 
 class ShownText(NamedTuple):
@@ -122,11 +122,10 @@ class ChatEncoder(Encoder):
     def encode(self, chunk: Chunk) -> Documents:
         """Return a chunk's documents, one for each text of its records."""
         tally = Tally(self.by_record)
-        items, keys = self._items(chunk, tally)
-        tokens = iter(self._encoded([text for item in items for text in item.texts]))
-        makers = (partial(self._documents, item, [next(tokens) for _ in item.texts]) for item in items)
-        owners = [(item.place, item.counts, item.record) for item in items]
-        documents = self.made(chunk, makers, owners, tally, keys)
+        items = self._items(chunk, tally)
+        encoded = self._encoded(items)
+        drafts = ((item.origin, partial(self._documents, item, own)) for item, own in zip(items, encoded, strict=True))
+        documents = self.made(chunk, drafts, tally)
         if "_chats" in vars(self):
             documents = replace(documents, chat_template=self._chats.jinja, end_of_chat=next(reversed(self.ends), None))
         return replace(documents, category_counts=tally.by_category() if self.options.category_field else {})
@@ -142,16 +141,18 @@ class ChatEncoder(Encoder):
     def shown(self, raw: Any, source: str = "") -> Iterator[ShownText]:
         """Yield a source's record's texts that give documents. Raises `BadRecord` for none."""
         raw = read_record(raw)
-        content = self._record(raw, self._category(raw, source)).content
-        for each in content.answers if isinstance(content, Preference) else [content]:
-            texts = self._texts(each)
-            for text, encoded in zip(texts, self._encoded(texts), strict=True):
-                ids = self._document(_Item("", 0, "", Counts(), [text]), text, encoded, Counts()).input_ids
-                if isinstance(text, RenderedTurns) and isinstance(each, Chat):
-                    prompts = [(turn, self._chats.prompt(each, turn).text) for turn in text.turns]
-                    yield ShownText(text.text, ids, prompts)
+        record = self._record(raw, self._category(raw, source))
+        contents: Sequence[Content] = record.content.chats or [record.content]
+        for content in contents:
+            for (text,) in content.texts(self._rendered):
+                item = _Item(Origin("", 0, Counts()), [text], record)
+                ((encoded,),) = self._encoded([item])
+                ids = self._document(record, text, encoded, Counts()).input_ids
+                if content.chat is None:
+                    yield ShownText(content.text, ids, [])
                 else:
-                    yield ShownText(str(text), ids, [])
+                    prompts = [(turn, self._chats.prompt(content.chat, turn).text) for turn in text.turns]
+                    yield ShownText(text.text, ids, prompts)
 
     def prompt(self, raw: Any, category: str = "") -> tuple[Chat | None, int, list[int]]:
         """Return (chat, its last assistant turn, tokens before that turn).
@@ -160,27 +161,20 @@ class ChatEncoder(Encoder):
         the document that the record gives, up to what the template prints only before an answer. Raises `BadRecord`,
         also for an answer that is undesirable.
         """
-        content, last = self._record(raw, category).content, 0
-        if isinstance(content, Preference):
-            if content.sides[0] == REJECTED:
-                raise BadRecord("no_target", "the answer is undesirable, and none is expected: leave the record out")
-            content = content.answers[0]
-        # The template prints the turns before the answer, with what it puts before an answer alone.
-        texts: Sequence[Text]
-        if isinstance(content, Chat):
-            last = max(number for number, message in enumerate(content.messages) if message["role"] == "assistant")
+        content = self._record(raw, category).content
+        if content.preference is not None and content.preference.sides[0] == REJECTED:
+            raise BadRecord("no_target", "the answer is undesirable, and none is expected: leave the record out")
+        if content.chats:
+            chat = content.chats[0]
+            last = max(number for number, message in enumerate(chat.messages) if message["role"] == "assistant")
             if not last:
                 raise BadRecord("no_prompt", "nothing stands before the answer")
-            texts = [chat := self._chats.prompt(content, last)]
-            check_characters(chat.text)
-        else:
-            texts = self._texts(content)
-        (encoded,) = self._encoded(texts)
-        if isinstance(encoded, Exception):
-            raise encoded
-        ids = encoded.ids.tolist()
-        if isinstance(content, Chat):
-            return content, last, ids
+            # The template prints the turns before the answer, with what it puts before an answer alone.
+            text = self._chats.prompt(chat, last)
+            check_characters(text.text)
+            return chat, last, _usable(*self._encoder.encode_chats([text])).ids.tolist()
+        (texts,) = content.texts(self._rendered)
+        ids = _usable(*self._encoder.encode(texts, add_special_tokens=True)).ids.tolist()
         while ids and ids[-1] == self.tokenizer.eos_token_id:  # it ends the documents of training
             ids.pop()
         if not ids:
@@ -213,13 +207,12 @@ class ChatEncoder(Encoder):
     def _key(self, content: Content, category: str) -> int:
         return content_key(content, self.options.default_system(category), self.options.turns == "each")
 
-    def _items(self, chunk: Chunk, tally: Tally) -> tuple[list[_Item], NDArray[np.uint64] | None]:
-        """Return records' texts or errors, and keys if `by_record`; count records."""
+    def _items(self, chunk: Chunk, tally: Tally) -> list[_Item]:
+        """Return records' texts or errors; count the records."""
         items: list[_Item] = []
-        keys = np.full(len(chunk.records), NO_KEY, np.uint64) if self.by_record else None
         source = self.sources[chunk.category_id - 1] if self.sources else ""
         for number, (place, raw) in enumerate(chunk.records):
-            category = source
+            category, key = source, NO_KEY
             # Category, then content, then texts: a bad record counts for the category that is known by then.
             try:
                 raw = parse_line(raw) if isinstance(raw, bytes) else raw
@@ -227,51 +220,34 @@ class ChatEncoder(Encoder):
                     own = self._own_category(raw)
                     category = category if own is None else own
                     tally.of(category).uncategorised += own is None
-                of_record = place, number, category, tally.of(category)
                 record = self._record(raw, category)
-                content = record.content
-                if keys is not None:
-                    keys[number] = self._key(content, category)
-                if isinstance(content, Preference):
-                    found = [self._unit(of_record, content, record.weight)]
-                else:
-                    found = [_Item(*of_record, [text], record.weight) for text in self._texts(content)]
+                if self.by_record:
+                    key = self._key(record.content, category)
+                groups = record.content.texts(self._rendered)
                 self._count_fields(record, tally.of(category))
-                items += found
-            except (BadRecord, RecursionError) as error:
+                origin = Origin(place, number, tally.of(category), category)
+                items += [_Item(origin, texts, record) for texts in groups]
+            except (BadRecord, DataError, RecursionError) as error:
                 too_deep = BadRecord("malformed_json", "the record is nested too deep")
-                bad = error if isinstance(error, BadRecord) else too_deep
-                items.append(_Item(place, number, category, tally.of(category), [bad]))
-            tally.end_record(category)
-        return items, keys
+                bad = too_deep if isinstance(error, RecursionError) else error
+                items.append(_Item(Origin(place, number, tally.of(category), category), [bad]))
+            tally.end_record(category, key)
+        return items
 
     def _record(self, raw: Any, category: str) -> Record:
         options = self.options
         system = options.default_system(category)
         read = options.columns, options.media == "drop", self._names, system, options.replace
         record = parse_record(raw, *read, drop_nulls=options.null_fields == "absent")
-        gap = self.options.min_score_gap
-        if gap is not None and isinstance(record.content, Preference):
-            record = record._replace(content=record.content.with_least_gap(gap))
-        return record
+        preference, gap = record.content.preference, options.min_score_gap
+        return record if preference is None or gap is None else record._replace(content=preference.with_least_gap(gap))
 
-    def _unit(self, of_record: tuple[str, int, str, Counts], preference: Preference, weight: float | None) -> _Item:
-        """Return the texts of a preference's answers, one of each. Raises `BadRecord`."""
-        found = [self._texts(answer) for answer in preference.answers]
-        if any(len(texts) > 1 for texts in found):
-            needed = "be all or last for answers of several assistant turns, which are one document"
-            raise BadRecord("several_turns", must("turns", needed, self.options.turns))
-        return _Item(*of_record, [texts[0] for texts in found], weight, preference)
-
-    def _texts(self, content: Chat | PlainText) -> Sequence[Text]:
-        if isinstance(content, Chat):
-            chats = self._chats.render(content)
-            for chat in chats:
-                check_characters(chat.text)
-            return chats
-        if isinstance(content.text, str):
-            check_characters(content.text)
-        return [content.text]
+    def _rendered(self, chat: Chat) -> Sequence[RenderedTurns]:
+        texts = self._chats.render(chat)
+        for text in texts:
+            check_characters(text.text)
+            check_length(len(text.text))
+        return texts
 
     def _count_fields(self, record: Record, counts: Counts) -> None:
         """Count unread fields, also the template's if it does not name them."""
@@ -281,8 +257,7 @@ class ChatEncoder(Encoder):
         counts.readings.update(record.readings)
         if record.weight_field is not None and record.weight is not None:
             counts.loss_weights.count(one_line(record.weight_field), record.weight, record.weight)
-        content = record.content.answers[0] if isinstance(record.content, Preference) else record.content
-        arguments = content.template_kwargs if isinstance(content, Chat) else {}
+        arguments = record.content.chats[0].template_kwargs if record.content.chats else {}
         if not (record.unused or record.message_fields or record.dropped or arguments):
             return
         category = self.options.category_field or ""
@@ -294,63 +269,60 @@ class ChatEncoder(Encoder):
         counts.unused_fields.update(unused)
         counts.dropped_media.update(record.dropped)
 
-    def _encoded(self, texts: Sequence[Any]) -> list[Any]:
-        """Encode every text; return an `Encoded` or an error for each."""
-        chats = iter(self._encoder.encode_chats([text for text in texts if isinstance(text, RenderedTurns)]))
-        plain = [text for text in texts if isinstance(text, (str, TextFile))]
+    def _encoded(self, items: Sequence[_Item]) -> list[list[Any]]:
+        """Return an `Encoded` or an error for every text of each item."""
+        chats = iter(self._encoder.encode_chats([text for item in items if item.is_chat for text in item.texts]))
+        plain = [text for item in items if not item.is_chat for text in item.texts]
         others = iter(self._encoder.encode(plain, add_special_tokens=True))
-        return [
-            text if isinstance(text, BadRecord) else next(chats if isinstance(text, RenderedTurns) else others)
-            for text in texts
-        ]
+        return [[next(chats if item.is_chat else others) for _ in item.texts] for item in items]
 
     def _documents(self, item: _Item, encoded: Sequence[Encoded | Exception]) -> list[Document]:
         """Make an item's documents, all or none; raise `BadRecord` for none."""
-        counts = item.counts
-        if item.preference is None:
-            return [self._document(item, item.texts[0], encoded[0], counts)]
+        if (record := item.record) is None:
+            raise item.texts[0]
+        if (preference := record.content.preference) is None:
+            return [self._document(record, item.texts[0], encoded[0], item.origin.counts)]
         own = Counts()
-        plain = item._replace(weight=None)  # the record's weight is that of its pairs, and not of their tokens
-        found = [self._document(plain, text, each, own) for text, each in zip(item.texts, encoded, strict=True)]
+        found = [self._document(record, text, each, own) for text, each in zip(item.texts, encoded, strict=True)]
         if any(np.array_equal(found[0].input_ids, other.input_ids) for other in found[1:]):
             raise BadRecord("same_answers", "the preferred answer and another one have the same tokens")
-        counts.add(own)
-        counts.preferences.update(_preference_counts(item.preference, item.texts, found))
-        weight = 1.0 if item.weight is None else item.weight
+        item.origin.counts.add(own)
+        item.origin.counts.preferences.update(_preference_counts(preference, item.texts, found))
+        weight = 1.0 if record.weight is None else record.weight
         units = [len(found), *[0] * (len(found) - 1)]
         return [
             document._replace(unit=unit, answer=side, pair_weight=weight)
-            for document, unit, side in zip(found, units, item.preference.sides, strict=True)
+            for document, unit, side in zip(found, units, preference.sides, strict=True)
         ]
 
-    def _document(self, item: _Item, text: Text | BadRecord, encoded: Encoded | Exception, counts: Counts) -> Document:
+    def _document(self, record: Record, text: Any, encoded: Encoded | Exception, counts: Counts) -> Document:
         """Make a text's document, and count what a chat holds. Raises `BadRecord`."""
-        if isinstance(encoded, Exception):
-            raise encoded
-        ids, weights, chat = encoded.ids, None, text if isinstance(text, RenderedTurns) else None
-        if chat is None and (eos := self.tokenizer.eos_token_id) is None:
-            model, needed = self.options.model, "hold a tokenizer with an eos_token for text records"
-            raise UsageError(must(model.tokenizer_key, needed, model.tokenizer))
-        if chat is None and not (len(ids) and ids[-1] == eos):
-            ids = np.append(ids, np.int32(eos))
+        encoded, is_chat = _usable(encoded), bool(record.content.chats)
+        ids = encoded.ids if is_chat else self._with_eos(encoded.ids)
         self.check_length(len(ids))
-        if chat is None:
-            mask = np.ones(len(ids), dtype=np.int8)
-        else:
-            mask, weights, firsts, border_tokens = self._learnt_tokens(chat, encoded)
+        mask, weights = np.ones(len(ids), np.int8), None
+        if is_chat:
+            mask, weights, firsts, border_tokens = self._learnt_tokens(text, encoded)
         mask[:1] = 0
         if not np.count_nonzero(mask):
             raise BadRecord("no_target", "no token is left to learn after the first")
-        if item.weight is not None:
-            weights = item.weight * (np.ones(len(ids), np.float64) if weights is None else weights)
-        if chat is not None:  # only a text that gives a document counts
-            self._count_chat(chat, counts)
+        if record.token_weight is not None:
+            weights = record.token_weight * (np.ones(len(ids), np.float64) if weights is None else weights)
+        if is_chat:  # only a text that gives a document counts
+            self._count_chat(text, counts)
             counts.border_tokens += border_tokens
             # If two parts begin at one token, the later one counts.
-            for part, (first, stop) in zip(chat.learnt, pairwise([*firsts, len(mask)]), strict=True):
+            for part, (first, stop) in zip(text.learnt, pairwise([*firsts, len(mask)]), strict=True):
                 counts.target_kinds[KIND_OF_TARGET[part.kind]] += int(np.count_nonzero(mask[first:stop]))
         own = None if weights is None else weights.astype(np.float32)
-        return Document(ids, mask, own, special_tokens=encoded.special_tokens, category=item.category)
+        return Document(ids, mask, own, special_tokens=encoded.special_tokens)
+
+    def _with_eos(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return a plain text's tokens with an EOS at the end, which the tokenizer may have added."""
+        if (eos := self.tokenizer.eos_token_id) is None:
+            model, needed = self.options.model, "hold a tokenizer with an eos_token for text records"
+            raise UsageError(must(model.tokenizer_key, needed, model.tokenizer))
+        return ids if len(ids) and ids[-1] == eos else np.append(ids, np.int32(eos))
 
     def _learnt_tokens(
         self, chat: RenderedTurns, encoded: Encoded
@@ -380,11 +352,18 @@ class ChatEncoder(Encoder):
         counts.closed_again += sum(closes_again(chat.text, part) for part in chat.parts)
 
 
-def _preference_counts(preference: Preference, texts: Sequence[Any], documents: Sequence[Document]) -> Counter[str]:
+def _usable(encoded: Encoded | Exception) -> Encoded:
+    if isinstance(encoded, Exception):
+        raise encoded
+    return encoded
+
+
+def _preference_counts(
+    preference: Preference, chats: Sequence[RenderedTurns], documents: Sequence[Document]
+) -> Counter[str]:
     """Count a preference, and its pairs of unequal length, parts, ends or prompts."""
     counts = Counter(units=1, pairs=len(documents) - 1, labels=int(len(documents) == 1), tied=preference.tied)
     lengths = [int(document.loss_mask.sum()) for document in documents]
-    chats = [text for text in texts if isinstance(text, RenderedTurns)]
     prompts = [chat.text[: chat.parts[0].start] for chat in chats]
     thoughts = [{part.kind for part in chat.parts} & {REASONING, EMPTY_REASONING} for chat in chats]
     has_end = [any(chat.ends[-1:]) for chat in chats]

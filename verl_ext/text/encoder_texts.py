@@ -13,10 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from verl_ext.cache import fingerprint
-from verl_ext.options import UsageError, must, option
+from verl_ext.options import DataError, UsageError, must, option
 from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.bad_record import BadRecord, RecordOptions, check_characters, readable_value
-from verl_ext.text.read.readers import Chunk, TextFile, read_record
+from verl_ext.text.read.readers import Chunk, read_record
+from verl_ext.text.read.text_file import TextFile
+from verl_ext.text.records.content import PlainText
 from verl_ext.text.text_encoder import Encoded, TextEncoder
 from verl_ext.text.tokens.documents import Document, Documents
 from verl_ext.text.tokens.tokenizer import tokenizer_facts
@@ -113,15 +115,13 @@ class TextRecordEncoder(Encoder):
 
     def encode(self, chunk: Chunk) -> Documents:
         """Return the documents of a chunk, one for each record."""
-        texts = [self._text(raw) for _, raw in chunk.records]
-        usable = iter(self._encoder.encode([text for text in texts if not isinstance(text, BadRecord)]))
-        encoded = (text if isinstance(text, BadRecord) else next(usable) for text in texts)
-        return self.made(chunk, (partial(self._document, each) for each in encoded))
+        encoded = self._encoder.encode([self._text(raw) for _, raw in chunk.records])
+        return self.one_each(chunk, (partial(self._document, each) for each in encoded))
 
-    def _text(self, raw: Any) -> str | TextFile | BadRecord:
+    def _text(self, raw: Any) -> PlainText | BadRecord | DataError:
         try:
-            if isinstance(raw, TextFile):
-                return raw if raw.text is None else _checked(raw.text)
+            if isinstance(raw, TextFile):  # whatever field `text_key` names
+                return _checked(raw.read())
             record = read_record(raw)
             texts = []
             for key in self.options.text_keys:
@@ -134,8 +134,8 @@ class TextRecordEncoder(Encoder):
                     raise BadRecord("non_string_text", must(key, "be a string", type(value).__name__))
                 texts.append(value)
             return _checked("\n".join(texts))
-        except BadRecord as bad:
-            return bad
+        except (BadRecord, DataError) as error:
+            return error
 
     def _document(self, encoded: Encoded | Exception) -> Document:
         if isinstance(encoded, Exception):
@@ -152,8 +152,8 @@ class TextRecordEncoder(Encoder):
         return Document(kept, mask, full_length=len(ids), special_tokens=encoded.special_tokens)
 
 
-def _checked(text: str) -> str:
+def _checked(text: str) -> PlainText:
     if not text.strip():
         raise BadRecord("empty", "the text is empty")
     check_characters(text)
-    return text
+    return PlainText(text)

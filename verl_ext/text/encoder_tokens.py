@@ -62,7 +62,7 @@ class TokenRecordEncoder(Encoder):
 
     def encode(self, chunk: Chunk) -> Documents:
         """Return the documents of a chunk, one for each record."""
-        return self.made(chunk, (partial(self._document, raw) for _, raw in chunk.records))
+        return self.one_each(chunk, (partial(self._document, raw) for _, raw in chunk.records))
 
     def record_key(self, raw: Any, source: int) -> int:
         """Return 64 bits of a hash of a record's tokens. Raises `BadRecord`."""

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ext.text.records.messages import Chat
-from verl_ext.text.records.preference import Content, Preference
+from verl_ext.text.records.content import Content
 from verl_ext.text.records.reasoning import REASONING_TAGS
 from verl_ext.text.tokens.counts import Counts
 from verl_ext.text.tokens.documents import Documents
@@ -33,24 +32,10 @@ def content_key(content: Content, system: str | None = None, by_turn: bool = Fal
     A preference counts by its prompt. system: the default system prompt, which does not count. by_turn: a chat gives a
     document for each learnt turn, and counts up to the first one, as chats may begin alike.
     """
-    if isinstance(content, Preference):
-        chat = content.answers[0]
-        return _chat_key(chat, chat.shared or len(chat.messages), system)
-    if isinstance(content, Chat):
-        return _chat_key(content, min(content.targets) + 1 if by_turn else len(content.messages), system)
-    return hashed_key([content.text] if isinstance(content.text, str) else content.text.blocks())
-
-
-def hashed_key(parts: Iterable[str | bytes]) -> int:
-    """Return the key of a text or bytes in parts."""
-    found = blake2b(digest_size=8)
-    for part in parts:
-        found.update(part.encode(errors="surrogatepass") if isinstance(part, str) else part)
-    return int.from_bytes(found.digest(), "little")
-
-
-def _chat_key(chat: Chat, count: int, system: str | None) -> int:
-    words: list[str] = []
+    if not content.chats:
+        return hashed_key([content.text])
+    chat, words = content.chats[0], list[str]()
+    count = chat.shared or (min(chat.targets) + 1 if by_turn else len(chat.messages))
     for number, message in enumerate(chat.messages[:count]):
         role, text = message["role"], message["content"]
         if role == "assistant":  # templates leave out the thoughts of earlier turns
@@ -59,6 +44,14 @@ def _chat_key(chat: Chat, count: int, system: str | None) -> int:
         if number or role != "system" or text != system:
             words += [role, text.strip()]
     return hashed_key(["\0".join(words)])
+
+
+def hashed_key(parts: Iterable[str | bytes]) -> int:
+    """Return the key of a text or bytes in parts."""
+    found = blake2b(digest_size=8)
+    for part in parts:
+        found.update(part.encode(errors="surrogatepass") if isinstance(part, str) else part)
+    return int.from_bytes(found.digest(), "little")
 
 
 class RecordChoice:

@@ -7,6 +7,7 @@ indexed form. A folder in a cache is named by a digest of all that its documents
 """
 
 import hashlib
+import heapq
 import multiprocessing
 import os
 import sys
@@ -17,18 +18,16 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from verl_ext.cache import cached_folder, fingerprint
 from verl_ext.environment import differences, versions
 from verl_ext.files import file_state
 from verl_ext.launch.ray_cluster import ray_cluster
 from verl_ext.options import DataError, must
 from verl_ext.progress import Progress
-from verl_ext.text.encoder import NO_KEY, Encoder
+from verl_ext.text.encoder import Encoder
 from verl_ext.text.read.readers import CHUNK, Chunk, ChunkSize, read_files
 from verl_ext.text.read.sources import SourceFile, is_url, remote_facts, total_bytes
+from verl_ext.text.tokens.counts import NO_KEY
 from verl_ext.text.tokens.documents import Documents
 from verl_ext.text.tokens.tokenizer import tokenizer_module
 from verl_ext.text.workers import available_cpus, ordered_results, ray_results, start_server
@@ -96,35 +95,47 @@ def tokenize_files(
         writer.abandon()
 
 
-def key_above_lowest(
+def record_keys(
     files: Sequence[SourceFile],
     encoder: Encoder,
-    count: int,
     *,
     num_workers: int | None,
     on_ray: bool,
     size: ChunkSize,
     read: Callable[[SourceFile, ChunkSize], Iterator[Chunk]],
-) -> int:
-    """Return the first key above the `count` lowest different ones of all records; 0 without any.
+) -> Iterator[int]:
+    """Yield the keys of all records that can be read, for which the files are read once more.
 
-    They are read once more for it. An unreadable file ends its source here, and is an error when it is tokenized. The
-    arguments are as above.
+    An unreadable file ends its source here, and is an error when it is tokenized. The arguments are as above.
     """
-    lowest, num_bytes = np.zeros(0, np.uint64), total_bytes(files)
+    num_bytes = total_bytes(files)
     workers = num_workers or (None if on_ray else _useful_workers(encoder, num_bytes))
     chunks = read_files(files, size, read)
     how: Any = {"name": "val_share", "preload": [tokenizer_module(), type(encoder).__module__]}
     found = _results(encoder, _keys_of, chunks, workers, on_ray, **how)
     with Progress(num_bytes, "val_share") as progress, closing(found) as results:
         for keys, read_bytes in results:
-            lowest = np.unique(np.concatenate([lowest, keys[keys != NO_KEY]]))[:count]
+            yield from (key for key in keys if key != NO_KEY)
             progress.add(read_bytes, len(keys), 0)
-    return int(lowest[-1]) + 1 if len(lowest) else 0
 
 
-def _keys_of(encoder: Encoder, chunk: Chunk) -> tuple[NDArray[np.uint64], int]:
+def _keys_of(encoder: Encoder, chunk: Chunk) -> tuple[list[int], int]:
     return encoder.record_keys(chunk), chunk.num_bytes
+
+
+def bound_of_lowest(numbers: Iterable[int], count: int) -> int:
+    """Return the bound below which the `count` lowest different numbers lie; 0 without any."""
+    heap: list[int] = []  # the lowest ones so far, negative, so that the highest of them comes first
+    lowest: set[int] = set()
+    for number in numbers:
+        if number in lowest or (len(heap) == count and number > -heap[0]):
+            continue
+        lowest.add(number)
+        if len(heap) < count:
+            heapq.heappush(heap, -number)
+        else:
+            lowest.remove(-heapq.heapreplace(heap, -number))
+    return 1 - heap[0] if heap else 0
 
 
 def _useful_workers(encoder: Encoder, num_bytes: int | None) -> int:

@@ -148,7 +148,7 @@ class BABILongEncoder(Encoder):
             partial(self._document, record, next(usable) if isinstance(record, dict) else None, place)
             for record, place in zip(records, places, strict=True)
         )
-        return self.made(chunk, makers)
+        return self.one_each(chunk, makers)
 
     def notices(self, total: Mapping[str, Any]) -> Iterator[str]:
         """Yield lines on how documents differ from records; total: the report's counts."""

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.options import Options, one_line, option
+from verl_ext.options import Options, must, one_line, option
+
+MOST_CHARACTERS = 64_000_000  # of a text, which is tokenized whole
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ def readable_value(value: Any) -> Any:
     if isinstance(value, BadRecord):
         raise value
     return value
+
+
+def check_length(characters: int) -> None:
+    """Raise `BadRecord` if a text has too many characters to be tokenized."""
+    if characters > MOST_CHARACTERS:
+        needed = f"have at most {MOST_CHARACTERS:,} characters (split it)"
+        raise BadRecord("too_long", must("a text", needed, "more"))
 
 
 def check_characters(text: str) -> None:

@@ -12,7 +12,7 @@ import io
 import mmap
 import os
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +27,7 @@ from verl_ext.text.read.hub import hub_tables
 from verl_ext.text.read.json_records import JsonList, TableRow, parse_line, repeated_name
 from verl_ext.text.read.shards import STATE, STREAM_END, parse_shards, read_shards
 from verl_ext.text.read.sources import OpenedFile, SourceFile, encoding_problem, is_url, open_source
-
-BLOCK = 1 << 20  # bytes of a text file read at once
+from verl_ext.text.read.text_file import BLOCK, TextFile, text_blocks
 
 Columns = Collection[str] | None  # the columns of a table that are read; None: all
 
@@ -61,18 +60,6 @@ class Chunk:
     num_bytes: int = 0
     text_bytes: int = 0
     failure: str | None = None
-
-
-@dataclass(frozen=True)
-class TextFile:
-    """A text file's record; if long, streamed by the process tokenizing it."""
-
-    path: str
-    text: str | None = None
-
-    def blocks(self) -> Iterator[str]:
-        """Yield the text, a block at a time; see `text_blocks`."""
-        return (text for text, _ in text_blocks(self.path)) if self.text is None else iter([self.text])
 
 
 def read_files(
@@ -136,7 +123,7 @@ def read_record(raw: Any) -> dict[str, Any]:
     if isinstance(record, BadRecord):
         raise record
     if isinstance(record, TextFile):
-        return {"text": record if record.text is None else record.text}
+        return {"text": record.read()}
     if not isinstance(record, dict):
         raise BadRecord("not_an_object", must("a record", "be an object with fields", type(record).__name__))
     return record
@@ -250,38 +237,6 @@ def _text(source: SourceFile, _: ChunkSize, __: Columns) -> Pieces:
     except BadRecord as error:
         record = error
     yield [(1, record)], source.num_bytes or 0, len(text) * (1 + is_long)
-
-
-def text_blocks(path: str) -> Generator[tuple[str, int], None, None]:
-    """Yield (block, bytes of the file) for a text file.
-
-    The line ends are those of Python's text files. A block ends with a line if no line is longer than a block. Raises
-    `BadRecord` if the text is not UTF-8 or has a NUL byte, and `DataError` if the file cannot be read.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    lines = io.IncrementalNewlineDecoder(None, translate=True)
-    position = done = 0  # bytes of the text, bytes of the file
-    with open_source(path) as file:
-        while True:
-            data = file.stream.read(BLOCK)
-            data += file.stream.readline(BLOCK)
-            if not position and (problem := encoding_problem(data[:4])):
-                raise BadRecord("not_utf8", f"text must be UTF-8; {problem}")
-            if (nul := data.find(b"\0")) >= 0:
-                raise BadRecord("nul_byte", f"text must have no NUL bytes; byte {position + nul + 1} is one")
-            begun = len(decoder.getstate()[0])  # bytes of a character that the last block cut in two
-            try:
-                text = decoder.decode(data, final=not data)
-            except UnicodeDecodeError as error:
-                byte = position - begun + error.start + 1
-                raise BadRecord("not_utf8", f"text must be UTF-8; byte {byte} is not") from error
-            if text := lines.decode(text if position else text.removeprefix("\ufeff"), final=not data):
-                yield text, file.position - done
-                done = file.position
-            if not data:
-                file.check_end()
-                return
-            position += len(data)
 
 
 def _parquet(source: SourceFile, limit: ChunkSize, columns: Columns) -> Pieces:

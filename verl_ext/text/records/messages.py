@@ -18,7 +18,7 @@ Every other field is passed to the template. The arguments of tool calls are obj
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, short_text
 from verl_ext.text.read.json_records import from_json, parse_json
-from verl_ext.text.read.readers import TextFile
+from verl_ext.text.records.content import Content, Render
 from verl_ext.text.records.reasoning import REASONING_TAGS
 from verl_ext.text.records.tool_calls import called, function_of, read_calls
 
@@ -80,7 +80,7 @@ class Turn(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chat:
+class Chat(Content):
     """A chat in the form that chat templates take.
 
     targets: {index of an assistant turn that is trained on: the weight of its tokens, above 0}, in order.
@@ -106,6 +106,15 @@ class Chat:
     roles: dict[int, str] = field(default_factory=dict)
     unsaid: dict[int, str] = field(default_factory=dict)
     system_tools: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def chats(self) -> Sequence["Chat"]:
+        """The chat alone."""
+        return (self,)
+
+    def texts(self, render: Render) -> Sequence[Sequence[Any]]:
+        """Return each of the chat's texts alone."""
+        return [[text] for text in render(self)]
 
     def with_thoughts_in(self, name: str) -> "Chat":
         """Return the chat with its `thoughts` in a field, without their tags."""
@@ -143,13 +152,6 @@ class Chat:
             if calls:
                 messages[index] = {**message, "tool_calls": calls}
         return replace(self, messages=messages)
-
-
-@dataclass(frozen=True)
-class PlainText:
-    """A text whose tokens are all targets, except the first."""
-
-    text: str | TextFile
 
 
 class MessageReader:

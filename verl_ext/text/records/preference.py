@@ -10,15 +10,18 @@ The common beginning is taken over messages, never over characters, so that no w
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
+from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord
-from verl_ext.text.records.messages import Chat, PlainText
+from verl_ext.text.records.content import Content, Render
+from verl_ext.text.records.messages import Chat
 
 PREFERRED, REJECTED = 1, -1
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(Content):
     """The answers to a prompt, as whole chats.
 
     answers: the preferred answer and those that it is preferred to, or one answer with a label. sides: PREFERRED or
@@ -30,6 +33,24 @@ class Preference:
     sides: tuple[int, ...]
     scores: tuple[float, ...] | None = None
     tied: int = 0
+
+    @property
+    def preference(self) -> "Preference":
+        """The preference itself."""
+        return self
+
+    @property
+    def chats(self) -> Sequence[Chat]:
+        """The answers, as whole chats."""
+        return self.answers
+
+    def texts(self, render: Render) -> Sequence[Sequence[Any]]:
+        """Return one text of each answer, as one group."""
+        texts = [render(answer) for answer in self.answers]
+        if any(len(of_answer) > 1 for of_answer in texts):
+            needed = "be all or last for answers of several assistant turns, which are one document"
+            raise BadRecord("several_turns", must("turns", needed, "each"))
+        return [[text for (text,) in texts]]
 
     def with_least_gap(self, gap: float) -> "Preference":
         """Return the preference without answers whose score is too near the best.
@@ -53,9 +74,6 @@ class Preference:
             sides=tuple(self.sides[place] for place in kept),
             scores=tuple(self.scores[place] for place in kept),
         )
-
-
-Content = Chat | PlainText | Preference
 
 
 def preference_of(chats: Mapping[str, Chat], scores: Sequence[float] | None = None, tied: int = 0) -> Preference:

@@ -15,9 +15,10 @@ from typing import Any
 
 from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, short_text
+from verl_ext.text.records.content import Content
 from verl_ext.text.records.fields import LABEL, Fields, chat_of
-from verl_ext.text.records.messages import Chat, Message, PlainText, as_flag
-from verl_ext.text.records.preference import PREFERRED, REJECTED, Content, Preference, answer_after, preference_of
+from verl_ext.text.records.messages import Message, as_flag
+from verl_ext.text.records.preference import PREFERRED, REJECTED, Preference, answer_after, preference_of
 from verl_ext.text.records.shapes import Shape
 from verl_ext.text.records.turns import (
     AS_WORDS,
@@ -109,12 +110,12 @@ def _ranked(fields: Fields, name: str, prompt: str) -> Preference:
     return _preference(fields, chats, scores, tied=len(order) - len(below) - 1)
 
 
-def labelled(fields: Fields, chat: Content) -> Preference:
-    """Return a chat with a label of its last answer."""
+def labelled(fields: Fields, content: Content) -> Preference:
+    """Return a chat with a label of its last answer. Raises `BadRecord` for other content."""
     label = fields.take(LABEL)
     label = as_flag(_YES.get(label.lower(), label) if isinstance(label, str) else label, LABEL, "bad_label")
-    if not isinstance(chat, Chat):
-        got = "a text" if isinstance(chat, PlainText) else "several answers"
+    if (chat := content.chat) is None:
+        got = "several answers" if content.chats else "a text"
         raise BadRecord("unknown_shape", must(LABEL, "stand beside a prompt with its answer", got))
     last = max((at for at, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     return Preference((answer_after(chat, last + 1, "the record"),), (PREFERRED if label else REJECTED,))
@@ -181,14 +182,10 @@ def _listed(value: Any, name: str) -> dict[str, Any]:
     return {f"answer {number} of {name}": each for number, each in enumerate(value, start=1)}
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _score(value: Any) -> float | None:
     """Return a number, or that in a cell of a CSV file; else None."""
     try:
-        score = float(value) if _number(value) or isinstance(value, str) else math.nan
+        score = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
         return None
     return score if math.isfinite(score) else None

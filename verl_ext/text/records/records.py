@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 from verl_ext.options import choice_problem, must
 from verl_ext.text.read.bad_record import BadRecord, readable_value, short_text
 from verl_ext.text.read.json_records import TableRow, parse_json
-from verl_ext.text.read.readers import TextFile, read_record
+from verl_ext.text.read.readers import read_record
+from verl_ext.text.records.content import Content
 from verl_ext.text.records.fields import LABEL, MEDIA_FIELDS, SIDE_FIELDS, WEIGHT_FIELDS, Fields
 from verl_ext.text.records.message_names import MessageNames
 from verl_ext.text.records.messages import Chat, as_weight, map_strings, without_placeholders
-from verl_ext.text.records.preference import Content, Preference
 from verl_ext.text.records.preference_shapes import PREFERENCES, labelled
 from verl_ext.text.records.shapes import SHAPES, field_names, read_content
 
@@ -65,6 +65,11 @@ class Record(NamedTuple):
     has_default: bool = False
     is_replaced: bool = False
 
+    @property
+    def token_weight(self) -> float | None:
+        """The weight of each target token, if the record has one; a preference's is that of its pairs."""
+        return self.weight if self.content.preference is None else None
+
 
 def parse_record(
     raw: Any,
@@ -91,10 +96,7 @@ def parse_record(
             renamed = {key: names.known(value) for key, value in renamed.items()}
         is_replaced = False
         if replace:
-            # What is replaced may lie across two blocks of a long text file.
-            given = {
-                name: "".join(each.blocks()) if isinstance(each, TextFile) else each for name, each in renamed.items()
-            }
+            given = renamed
             renamed = map_strings(given, partial(replaced, texts=replace))
             is_replaced = renamed != given
         if drop_nulls:
@@ -109,12 +111,6 @@ def parse_record(
             content = labelled(fields, content)
     except RecursionError as error:
         raise BadRecord("malformed_json", "the record is nested too deep") from error
-    # Weights multiply over turns and record, so that only their product can be checked.
-    if isinstance(content, Preference):
-        for answer in content.answers:
-            _check_weights(answer, 1)
-    elif isinstance(content, Chat):
-        _check_weights(content, weight)
     # A field that a column took the place of is unused as well, and counted under its own name.
     overruled = [name for name in columns if name in raw and name not in own_names.values()]
     unused = list(dict.fromkeys([*(own_names.get(name, name) for name in fields.unread), *overruled]))
@@ -124,7 +120,11 @@ def parse_record(
     reader = fields.reader
     counted = unused, fields.message_fields, reader.dropped, reader.text_calls, fields.readings
     weight_field = own_names.get(weight_name, weight_name) if weight_name else None
-    return Record(content, weight, *counted, weight_field, fields.has_default, is_replaced)
+    record = Record(content, weight, *counted, weight_field, fields.has_default, is_replaced)
+    # Weights multiply over turns and record, so that only their product can be checked.
+    for chat in content.chats:
+        _check_weights(chat, record.token_weight)
+    return record
 
 
 def replaced(text: str, texts: Mapping[str, str]) -> str:

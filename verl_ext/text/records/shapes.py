@@ -12,10 +12,9 @@ from typing import Any
 from verl_ext.options import must
 from verl_ext.text.read.bad_record import BadRecord, readable_value
 from verl_ext.text.read.json_records import from_json
-from verl_ext.text.read.readers import TextFile
+from verl_ext.text.records.content import Content, PlainText
 from verl_ext.text.records.fields import SIDE_FIELDS, Fields, chat_of
-from verl_ext.text.records.messages import Chat, PlainText
-from verl_ext.text.records.preference import Content
+from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.tool_calls import called
 from verl_ext.text.records.turns import (
     SPEAKERS,
@@ -180,8 +179,6 @@ def _alternating(fields: Fields, name: str) -> Chat:
 
 
 def _text(fields: Fields, name: str) -> PlainText:
-    if isinstance(fields.values[name], TextFile):
-        return PlainText(fields.take(name))
     text = fields.string(name)
     if not text.strip():
         raise BadRecord("empty", f"{name} is empty")

@@ -30,7 +30,9 @@ def read_prompt(fields: Fields, name: str, value: Any) -> list[Message]:
         return value
     if not isinstance(value, str) or name in CHATS:
         return fields.messages(name, "a text or a list of messages")
-    text = _with_input(fields, name) if name == "instruction" else fields.string(name)
+    text = fields.string(name)
+    if name == "instruction" and "input" in fields.values:  # Alpaca's second part, on a line below the first
+        text = "\n".join(filter(None, (text, fields.string("input"))))
     if json_turns(text):
         fields.readings.add(AS_WORDS)
     if not (turns := hh_turns(text, is_prompt=True)):
@@ -40,13 +42,6 @@ def read_prompt(fields: Fields, name: str, value: Any) -> list[Message]:
         raise BadRecord("ambiguous", f"{needed}; it ends with another assistant turn")
     fields.readings.add(_AS_TURNS)
     return [*question_turns(turns[0]["content"], fields, has_context=name != "context"), *turns[1:]]
-
-
-def _with_input(fields: Fields, instruction: str) -> str:
-    """Return an instruction, and the record's `input` on a line below it."""
-    question = fields.string(instruction)
-    extra = fields.string("input") if "input" in fields.values else ""
-    return "\n".join(filter(None, (question, extra)))
 
 
 def question_turns(question: str, fields: Fields, has_context: bool = True) -> list[Message]:

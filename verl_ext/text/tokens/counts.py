@@ -121,12 +121,16 @@ class Counts:
         }
 
 
+NO_KEY = 2**64 - 1  # of a record that cannot be read
+
+
 class Tally:
-    """The counts of a chunk's records, by category or `by_record`."""
+    """The counts of a chunk's records by category; with `by_record` those of each record, and its key."""
 
     def __init__(self, by_record: bool) -> None:
         self.by_record = by_record
-        self.records: list[tuple[str, Counts]] = []  # empty unless by_record
+        self.records: list[tuple[str, Counts]] = []  # empty unless by_record, as `keys` is
+        self.keys: list[int] = []
         self._categories: defaultdict[str, Counts] = defaultdict(Counts)
         self._own = Counts()
 
@@ -134,11 +138,12 @@ class Tally:
         """Return the counts that the current record, of this category, adds to."""
         return self._own if self.by_record else self._categories[category]
 
-    def end_record(self, category: str) -> None:
+    def end_record(self, category: str, key: int = NO_KEY) -> None:
         """Count the current record; the next one begins."""
         self.of(category).records += 1
         if self.by_record:
             self.records.append((category, self._own))
+            self.keys.append(key)
             self._own = Counts()
 
     def by_category(self) -> dict[str, Counts]:

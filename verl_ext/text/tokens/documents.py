@@ -34,10 +34,10 @@ class Document(NamedTuple):
     """A document of T tokens.
 
     weights: of each target; None for 1. full_length: the number of tokens before it was cut; None if it was not.
-    special_tokens: the number of special tokens' names in its text that are encoded as text. category: that of its
-    record, "" for its source's. category_ids: those of a record that was tokenized already. texts: further columns.
-    unit: the documents of its preference in its first one, 0 in the others; 1 for a document alone. answer: 1 for a
-    preferred answer, -1 for a rejected one, 0 for neither. pair_weight: of the preference.
+    special_tokens: the number of special tokens' names in its text that are encoded as text. category_ids: those of a
+    record that was tokenized already. texts: further columns. unit: the documents of its preference in its first one, 0
+    in the others; 1 for a document alone. answer: 1 for a preferred answer, -1 for a rejected one, 0 for neither.
+    pair_weight: of the preference.
     """
 
     input_ids: NDArray[np.int32]  # [T]
@@ -45,7 +45,6 @@ class Document(NamedTuple):
     weights: NDArray[np.float32] | None = None  # [T]
     full_length: int | None = None
     special_tokens: int = 0
-    category: str = ""
     category_ids: NDArray[np.int32] | None = None  # [T]
     texts: Sequence[str] = ()
     unit: int = 1
@@ -137,7 +136,7 @@ def join_documents(documents: Sequence[Document], category_id: int, num_bytes: i
             [np.ones(len(d.input_ids), np.float32) if d.weights is None else d.weights for d in documents]
         )
     categories = [d.category_ids for d in documents if d.category_ids is not None]
-    lengths, names = [len(d.input_ids) for d in documents], [d.category for d in documents]
+    lengths = [len(d.input_ids) for d in documents]
     return Documents(
         category_id,
         num_bytes,
@@ -148,7 +147,6 @@ def join_documents(documents: Sequence[Document], category_id: int, num_bytes: i
         np.array([d.full_length or length for d, length in zip(documents, lengths, strict=True)], np.int64),
         np.array([d.special_tokens for d in documents], np.int64),
         np.concatenate(categories) if categories else None,
-        category_names=names if any(names) else None,
         units={name: np.array([getattr(d, name) for d in documents], kind) for name, kind in UNIT_COLUMNS.items()}
         if any(document.answer for document in documents)
         else None,

@@ -9,10 +9,9 @@ from verl_ext.commands.command_line import as_list, is_names
 from verl_ext.options import DataError, Options, must, option
 from verl_ext.progress import progress_bar
 from verl_ext.text.read.bad_record import BadRecord
-from verl_ext.text.read.readers import read_chunks, read_record, text_blocks
+from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import FORMATS, SourceFile, find_source_files, total_bytes
-from verl_ext.text.records.messages import Chat
-from verl_ext.text.records.preference import Preference
+from verl_ext.text.read.text_file import text_blocks
 from verl_ext.text.records.records import parse_record
 from verl_ext.text.tokens.tokenizer import check_template, read_template
 
@@ -116,9 +115,8 @@ def training_texts(record: dict[str, Any], text_key: str) -> list[str]:
             raise BadRecord("non_string_content", must(text_key, "be a string", type(text).__name__))
         return [text]
     try:
-        content = parse_record(record, drop_nulls=True).content
-        chats = content.answers if isinstance(content, Preference) else [content]
-        if texts := [m["content"] for chat in chats if isinstance(chat, Chat) for m in chat.messages]:
+        chats = parse_record(record, drop_nulls=True).content.chats
+        if texts := [message["content"] for chat in chats for message in chat.messages]:
             return list(dict.fromkeys(texts)) if len(chats) > 1 else texts
     except BadRecord as error:
         if error.reason != "unknown_fields":

@@ -9,7 +9,6 @@ from verl_ext.options import DataError, Options, UsageError, option
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import file_name, find_source_files, without_compression
-from verl_ext.text.records.messages import Chat
 from verl_ext.text.records.records import category_of, column_problems, parse_record
 from verl_ext.tools.endpoint.client import SamplingOptions
 from verl_ext.tools.judging.task import Case, Scores, Task
@@ -59,8 +58,7 @@ class EvalPrompts(Task):
     def _case(self, record: dict[str, Any], name: str, place: str) -> Case:
         field = self.options.category_field
         category = category_of(record, field) if field else None
-        chat = parse_record(record, self.options.columns).content
-        if not isinstance(chat, Chat):
+        if (chat := parse_record(record, self.options.columns).content.chat) is None:
             raise BadRecord("no_chat", "the record is not a chat")
         from verl_ext.answers.scores import expected_problem  # as in `cases`
 

@@ -37,7 +37,7 @@ def launched_by(words: Sequence[str], folder: Path) -> dict[str, Any]:
         return {}
     values = read_yaml(path)
     topology = {"ranks": values.get("num_processes"), "nodes": values.get("num_machines")}
-    found = {"topology": {name: str(value) for name, value in topology.items() if value}}
+    found: dict[str, Any] = {"topology": {name: str(value) for name, value in topology.items() if value}}
     found |= {"deepspeed": values.get("deepspeed_config"), "fsdp_config": values.get("fsdp_config")}
     found |= {"parallelism_config": _groups(values)}
     return {key: value for key, value in found.items() if value}

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 from verl_ext.options import must, option
 from verl_ext.tables import aligned
-from verl_ext.text.read.readers import TextFile
 from verl_ext.tools.endpoint.answer import UNPARSABLE, Answer, Unparsable, Usage
 from verl_ext.tools.endpoint.client import EndpointOptions, all_of
 from verl_ext.tools.synthesis.corpus import Intervals, Lengths
@@ -114,7 +113,7 @@ class AgentWrite(SynthesisTask):
     def read(self, record: Mapping[str, Any], name: str, source: str) -> SourceItem | None:
         """Return a record's instruction, which may be the first user's turn of a chat."""
         text = record.get(self.text_key)
-        if not isinstance(text, (str, TextFile)):
+        if not isinstance(text, str):
             text = first_request(record) or text
         item = item_of(record, text, self.text_key, name, source)
         languages = self.options.languages

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_ext.options import DataError, must
 from verl_ext.text.read.bad_record import BadRecord, check_characters
-from verl_ext.text.read.readers import TextFile, read_chunks, read_record
+from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import SourceFile
 from verl_ext.text.records.messages import ROLES, MessageReader
 from verl_ext.tools.synthesis.asked_prompts import AskedPrompt
@@ -87,8 +87,6 @@ def item_of(record: Mapping[str, Any], text: Any, key: str, name: str, source: s
 
     key: the option's field, for the message.
     """
-    if isinstance(text, TextFile):
-        text = "".join(text.blocks())
     if not isinstance(text, str) or not text.strip():
         got = "nothing" if text is None or text == "" else type(text).__name__
         raise BadRecord("no_text", must(f"text_key={key}", "name a field with a text", got))

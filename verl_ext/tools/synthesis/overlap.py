@@ -7,7 +7,7 @@ from typing import Any
 from verl_ext.cache import fingerprint
 from verl_ext.options import DataError, UsageError, first_line
 from verl_ext.text.read.bad_record import BadRecord
-from verl_ext.text.read.readers import TextFile, read_chunks, read_record
+from verl_ext.text.read.readers import read_chunks, read_record
 from verl_ext.text.read.sources import find_source_files
 
 NGRAM = 13  # words of a passage that two texts hardly share by chance (GPT-3, arXiv 2005.14165, appendix C)
@@ -81,8 +81,6 @@ def benchmark_texts(paths: Sequence[str]) -> Iterator[str]:
 def _texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, TextFile):
-        yield "".join(value.blocks())
     elif isinstance(value, (list, dict)):
         for child in value.values() if isinstance(value, dict) else value:
             yield from _texts_in(child)
