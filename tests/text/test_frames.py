@@ -25,7 +25,7 @@ from verl_ext.text.chat.frames import ArgumentCaches, FrameCache
 from verl_ext.text.chat.parts import RenderedChat
 from verl_ext.text.chat.spans import locate
 from verl_ext.text.chat.template import ChatTemplate
-from verl_ext.text.records.messages import Chat
+from verl_ext.text.records.messages import Chat, TurnMask
 from verl_ext.text.records.records import parse_record
 
 # Templates that look at a message's words, each in a different way.
@@ -122,7 +122,24 @@ def test_chats_of_a_shape_seen_before_are_rendered_once(source: str) -> None:
     assert cache.template.renders == before + 20
 
 
-WORDS = ["cat", "the cat", "a cat sat", "dog", "a", "b", "user", 'a "b"', "a\nb", "hi /cat", "> a", "<|im_end|>"]
+def test_thoughts_in_words_cost_no_search_of_a_template_that_does_not_look_for_them() -> None:
+    cache = FrameCache(template_of(CHATML))
+    cache.locate(content("hello", "the cat"))
+    before = cache.template.renders
+    rendered = cache.locate(content("hello", "<think>\nwhy\n</think>\n\nthe dog"))
+    assert cache.template.renders == before + 1
+    assert [border.kind for border in rendered.targets[0].borders] == ["reasoning", "answer", "end_of_turn"]
+
+
+@pytest.mark.parametrize("prompt", ["> ", "Sure\n"])
+def test_words_that_are_the_end_of_the_prompt_are_no_target(prompt: str) -> None:
+    template = template_of(CHATML.replace("assistant\n{% endif %}", f"assistant\n{prompt}{{% endif %}}"))
+    for said, learnt in ((prompt, "<|im_end|>"), (f"{prompt}a", "a<|im_end|>"), ("a", "a<|im_end|>")):
+        rendered = FrameCache(template).locate(content("hello", said))
+        assert [rendered.text[start:stop] for start, stop in rendered.spans] == [learnt]
+
+
+WORDS = ["cat", "the cat", "a cat sat", "dog", "a", "b", "user", 'a "b"', "a\nb", "hi /cat", "> a", ">", "<|im_end|>"]
 WORDS += ["a <|im_end|> b", "think", "think>", "<think", "<th", "ink>", "</think>", "<think>\na\n</think>\n\nb"]
 WORDS += ["<think>\n\n</think>\n\nyes"]
 WORDS += ["thirty-five characters are long text", "<|im_start|>assistant\nhi", "Zq7b0xcat", "Zq7w0x", "Zq8w0x"]
@@ -132,7 +149,8 @@ def random_chat(random: Random) -> Chat:
     def words() -> str:
         if random.random() < 0.1:
             return random.choice(["", " ", "\n\n"])
-        return random.choice(["", "", "", " ", "\n"]) + random.choice(WORDS) + random.choice(["", "", "", "\n", "\n\n"])
+        after = random.choice(["", "", "", " ", "\n", "\n\n"])
+        return random.choice(["", "", "", " ", "\n"]) + random.choice(WORDS) + after
 
     messages = [{"role": "system", "content": words()}] if random.random() < 0.5 else []
     for _ in range(random.choice([1, 1, 2])):
@@ -141,7 +159,11 @@ def random_chat(random: Random) -> Chat:
             answer["reasoning_content"] = words()
         messages += [{"role": "user", "content": words()}, answer]
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    return Chat(messages, dict.fromkeys(turns[-random.choice([1, 2]) :], 1.0))
+    masks = {}
+    if random.random() < 0.1:
+        length = len(messages[turns[-1]]["content"])
+        masks[turns[-1]] = TurnMask(stretches={"content": [(length // 2, 0.0), (length, 1.0)]})
+    return Chat(messages, dict.fromkeys(turns[-random.choice([1, 2]) :], 1.0), masks=masks)
 
 
 def found(locating: Callable[[Chat], RenderedChat], given: Chat) -> RenderedChat | str:

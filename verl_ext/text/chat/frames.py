@@ -8,9 +8,9 @@ rendered and searched once for each shape (spans.py), and cut at them. The words
     filled       <|im_start|>user\n hello<|im_end|>\n<|im_start|>assistant\nthe cat<|im_end|>\n
     target                                                                 ^^^^^^^^^^^^^^^^^
 
-If that is the chat's text, its targets lie where those of the frame lie. Other chats are searched, and so are those
-whose words the search or the template might look at. The result follows from the chat alone, whichever chats came
-before it.
+If that is the chat's text, its targets lie where those of the frame lie, and parts.py finds their parts. Other chats
+are searched, and so are those whose words the search or the template might look at. The result follows from the chat
+alone, whichever chats came before it.
 
 Arguments of the template that frame turns alike (`ChatTemplate.framing`) share their frames. The text of a chat may
 then have other words of theirs in one gap before its first target, such as instructions or tools in the system's turn.
@@ -19,14 +19,13 @@ then have other words of theirs in one gap before its first target, such as inst
 import json
 from bisect import bisect_right
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, zip_longest
-from operator import sub
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
-from verl_ext.text.chat.marks import SPOKEN_FIELDS
-from verl_ext.text.chat.parts import RenderedChat, number_of_tags
+from verl_ext.text.chat.marks import SPOKEN_FIELDS, Place, Words
+from verl_ext.text.chat.parts import RenderedChat, Target, with_parts
 from verl_ext.text.chat.source import TemplateSource
-from verl_ext.text.chat.spans import TurnSearch
+from verl_ext.text.chat.spans import TurnSearch, locate
 from verl_ext.text.chat.stand_ins import StandIns
 from verl_ext.text.chat.template import ChatTemplate, common_prefix
 from verl_ext.text.read.bad_record import BadRecord
@@ -38,50 +37,73 @@ LONGEST = 64  # the maximum number of messages of a chat that has a shape
 _STAND_INS = StandIns()
 _WORDS = [_STAND_INS.of(number) for number in range(LONGEST * len(SPOKEN_FIELDS))]
 _TRIAL = 'A "word" \\ of é,\n\n  - 1. and more: (x) {y} [z] ' * 200
-# The (field, value) of each message, and the targets.
-Shape = tuple[tuple[tuple[tuple[str, str], ...], ...], tuple[int, ...]]
+
+
+class Shape(NamedTuple):
+    """What chats have in common that are framed alike.
+
+    messages: the (field, value) of each message, with stand-ins for its words. targets: the numbers of the messages
+    that are targets.
+    """
+
+    messages: tuple[tuple[tuple[str, str], ...], ...]
+    targets: tuple[int, ...]
 
 
 class Frame(NamedTuple):
-    """The text around the words of a shape, and its targets among stand-ins.
+    """The text around the words of a shape, and its targets.
 
-    gaps: [n + 1] the texts before, between and after words. numbers: [n] of the words between them. ends: [n] of the
-    stand-ins. tags: the number of tags in the gaps. continuations: as in `TurnSearch`.
+    gaps: [n + 1] the texts before, between and after words. places: [n] of the stand-ins, with their numbers in the
+    shape. rendered: the chat of stand-ins, whose targets have no parts. continuations: (index in `places`, what is left
+    of a prompt where these words begin); words that begin with it hold the end of the prompt, and are searched.
     """
 
     gaps: list[str]
-    numbers: list[int]
-    ends: list[int]
-    tags: int
+    places: list[Place]
     rendered: RenderedChat
-    continuations: tuple[str, ...]
+    continuations: list[tuple[int, str]]
 
-    def filled(self, words: list[str], text: str, has_arguments: bool) -> RenderedChat | None:
-        """Return the chat if its text is this frame with the words, which may make no tag.
+    def filled(
+        self, chat: Chat, words: list[str], text: str, template: ChatTemplate, has_arguments: bool
+    ) -> RenderedChat | None:
+        """Return the chat with these words if its text is this frame with them.
 
         has_arguments: a gap before the first target may be another one.
         """
-        own = [words[number] for number in self.numbers]
-        filled = "".join(chain.from_iterable(zip_longest(self.gaps, own, fillvalue="")))
-        if filled != text and not (has_arguments and self._differs_before_targets(own, filled, text)):
+        own, gaps = [words[place.number] for place in self.places], self.gaps
+        filled = "".join(chain.from_iterable(zip_longest(gaps, own, fillvalue="")))
+        if filled != text and not (has_arguments and (gaps := self._gaps_in(text, filled, own))):
             return None
-        if number_of_tags(filled) != self.tags:
+        # The words' places, and how far they move what stands behind them, follow from their lengths.
+        places, shifts, at = [], [0], 0
+        for place, gap, word in zip(self.places, gaps, own, strict=False):
+            begin, at = at + len(gap), at + len(gap) + len(word)
+            message, kind, stand_in, role, field = place.words  # `_replace` would take three times as long
+            own_words = Words(message, kind, stand_in.replace(_WORDS[place.number], word), role, field)
+            places.append(Place(place.number, own_words, begin, at, reaches_end=True))
+            shifts.append(at - place.last)
+        if any(text.startswith(rest, places[index].first) for index, rest in self.continuations):
             return None
-        ends = accumulate(len(gap) + len(word) for gap, word in zip(self.gaps, own, strict=False))
-        shifts = [0, *map(sub, ends, self.ends)]  # by the number of words before a place
-        more = len(text) - len(filled)
-        return self.rendered.moved(text, lambda at: at + shifts[bisect_right(self.ends, at)] + more)
+        targets = []
+        for target in self.rendered.targets:
+            start = target.start + shifts[self._words_before(target.start)]
+            stop = target.stop + shifts[self._words_before(target.stop)]
+            targets.append(Target(start, stop, target.message, target.closed_by))
+        return with_parts(RenderedChat(text, tuple(targets), self.rendered.unprinted), chat, places, template)
 
-    def _differs_before_targets(self, own: list[str], filled: str, text: str) -> bool:
-        """Return whether the filled frame is the text except for one gap before its first target."""
+    def _words_before(self, at: int) -> int:
+        return bisect_right(self.places, at, key=lambda place: place.last)
+
+    def _gaps_in(self, text: str, filled: str, own: list[str]) -> list[str]:
+        """Return the gaps of a text that differs from the filled frame in one gap before its first target, or []."""
         before, after, at = common_prefix(filled, text), common_prefix(filled[::-1], text[::-1]), 0
-        first = min((bisect_right(self.ends, target.start) for target in self.rendered.targets), default=0)
-        for gap, word in zip(self.gaps[:first], own, strict=False):
+        first = min((self._words_before(target.start) for target in self.rendered.targets), default=0)
+        for number, (gap, word) in enumerate(zip(self.gaps[:first], own, strict=False)):
             rest = len(filled) - at - len(gap)
             if at <= before and rest <= after and at + rest <= len(text):
-                return True
+                return [*self.gaps[:number], text[at : len(text) - rest], *self.gaps[number + 1 :]]
             at += len(gap) + len(word)
-        return False
+        return []
 
 
 class FrameCache:
@@ -95,50 +117,55 @@ class FrameCache:
         """Render a chat and find its targets, as `spans.locate` does."""
         template = self.template.with_arguments(chat.template_kwargs or self.template.arguments)
         if (known := _shape_of(chat)) is None:
-            return TurnSearch(template, *template.with_arguments_as_printed(chat)).result()
+            return locate(template, chat)
         shape, words = known
         text = template.render(chat.messages)
         # Words may be compared with each other.
         if template.facts.is_blind_to(words) and len({*words}) == len(words) and self._is_usable:
             frame = self._frame(shape)
-            if frame is not None and not any(word.startswith(frame.continuations) for word in words):
-                filled = frame.filled(words, text, template is not self.template)
-                if filled is not None:
-                    return filled
+            filled = frame and frame.filled(chat, words, text, template, template is not self.template)
+            if filled is not None:
+                return filled
         return TurnSearch(template, chat, text).result()
 
     @cached_property
     def _is_usable(self) -> bool:
         """Whether the template prints long, varied words as it prints stand-ins."""
         for roles in (("user", "assistant"), ("system", "user", "assistant")):
-            messages = [{"role": role, "content": f"{_TRIAL}{role}."} for role in roles]
-            shape, words = _shape_of(Chat(messages, {len(messages) - 1: 1.0})) or ((), [])
-            text, frame = self.template.try_render(messages), self._frame(shape)
+            chat = Chat([{"role": role, "content": f"{_TRIAL}{role}."} for role in roles], {len(roles) - 1: 1.0})
+            shape, words = _shape_of(chat) or (Shape((), ()), [])
+            text, frame = self.template.try_render(chat.messages), self._frame(shape)
             if text is not None and frame is not None:
-                return frame.filled(words, text, has_arguments=False) is not None
+                return frame.filled(chat, words, text, self.template, has_arguments=False) is not None
         return False
 
     def _new_frame(self, shape: Shape) -> Frame | None:
-        """Render and search a shape's stand-ins; None if the template repeats or a target cuts them."""
-        chat = Chat([*map(dict, shape[0])], dict.fromkeys(shape[1], 1.0))
+        """Search a chat of stand-ins, and cut its text at them; None if the template repeats or a target cuts them."""
+        chat = Chat([*map(dict, shape.messages)], dict.fromkeys(shape.targets, 1.0))
         try:
             search = TurnSearch(self.template, chat, self.template.render(chat.messages))
-            rendered = search.result()
+            rendered = search.turns()
         except BadRecord:
             return None
-        gaps, _, numbers = (_STAND_INS.pattern.split(search.text)[part::3] for part in range(3))
-        spans = [place.span() for place in _STAND_INS.pattern.finditer(search.text)]
-        borders = [at for t in rendered.targets for at in (t.start, t.stop, *(border.stop for border in t.borders))]
-        is_cut = any(begin < at < end for at in borders for begin, end in spans)
-        if search.marks.way != "around" or is_cut or len({*numbers}) < len(numbers):
+        # Words of arguments, and results without words, are part of the text around.
+        places = [
+            place._replace(number=_WORDS.index(words))
+            for place in search.places
+            if place.words.message >= 0 and (words := place.words.text.strip())
+        ]
+        begins, ends = [place.first for place in places], [place.last for place in places]
+        gaps = [search.text[end:begin] for end, begin in zip([0, *ends], [*begins, len(search.text)], strict=True)]
+        borders = [at for target in rendered.targets for at in (target.start, target.stop)]
+        is_cut = any(begin < at < end for at in borders for begin, end in zip(begins, ends, strict=True))
+        if search.marks.way != "around" or is_cut or any(map(_STAND_INS.pattern.search, gaps)):
             return None
-        tags, ends = sum(map(number_of_tags, gaps)), [end for _, end in spans]
-        return Frame(gaps, [*map(int, numbers)], ends, tags, rendered, search.continuations())
+        continuations = [(begins.index(at), text) for at, text in search.continuations if at in begins]
+        return Frame(gaps, places, rendered, continuations)
 
 
 def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
     """Return a chat's shape, with stand-ins for its words, and the words; None for more than words."""
-    if chat.tools or len(chat.messages) > LONGEST or any(mask.stretches for mask in chat.masks.values()):
+    if chat.tools or len(chat.messages) > LONGEST:
         return None
     messages: list[tuple[tuple[str, str], ...]] = []
     words: list[str] = []
@@ -153,7 +180,7 @@ def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
                     words.append(core)
             fields.append((name, value))
         messages.append(tuple(fields))
-    return (tuple(messages), tuple(chat.targets)), words
+    return Shape(tuple(messages), tuple(chat.targets)), words
 
 
 class ArgumentCaches:

@@ -120,12 +120,14 @@ class ChatOptions(RecordOptions):
 
     def problems(self) -> Iterable[str | None]:
         """Yield a line for each mistake visible before opening a source."""
+        # A date that Python takes in other forms too, such as 20261125, must be written as templates' dates are.
         try:
             is_day = self.chat_date is None or (len(self.chat_date) == 10 and date.fromisoformat(self.chat_date))
         except ValueError:
             is_day = False
         if not is_day:
             yield must("chat_date", "be a day such as 2026-11-25, or null", self.chat_date)
+        # What maps names or texts has the checks of the module that reads it.
         yield from self.model.tokenizer_problems()
         yield from column_problems(self.columns)
         yield from self.message_names.problems()
@@ -136,6 +138,7 @@ class ChatOptions(RecordOptions):
             if not isinstance(text, str) or not text.strip():
                 yield must(key, "be a text, or a text for each category", text)
         yield from self._text_problems()
+        # Options that exclude each other, and texts for which null is the way to say nothing.
         if self.prompts == "learn" and self.turns != "all":
             yield must("turns", "be all with prompts=learn, which learns every part of a chat", self.turns)
         if self.category_field == "":
@@ -144,6 +147,7 @@ class ChatOptions(RecordOptions):
             yield must("end_of_chat", "be auto, none or a token", "")
         if self.end_of_turn == "":
             yield must("end_of_turn", "be a text that ends a turn, or null", "")
+        # The template last, because it may have to be read from a file or a package.
         for name in RESERVED_TEMPLATE_KWARGS.intersection(self.apply_chat_template_kwargs):
             needed = f"not set {name}, which this command sets itself"
             yield must("apply_chat_template_kwargs", needed, self.apply_chat_template_kwargs[name])

@@ -9,12 +9,13 @@ its content are found by their TAGS, as is the empty thinking block that a templ
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from verl_ext.text.chat.marks import Place, WordKind
-from verl_ext.text.chat.template import Span, any_of
+from verl_ext.text.chat.template import ChatTemplate, Span, any_of
+from verl_ext.text.chat.unprinted import labels_of_unprinted_thoughts
 from verl_ext.text.read.bad_record import BadRecord
 from verl_ext.text.records.messages import Chat, Stretch, TurnMask
 from verl_ext.text.records.reasoning import REASONING_TAGS
@@ -78,27 +79,21 @@ class RenderedChat(NamedTuple):
         """The characters of each target."""
         return [(target.start, target.stop) for target in self.targets]
 
-    def moved(self, text: str, place: Callable[[int], int]) -> "RenderedChat":
-        """Return the chat as another text, in which `place` tells the places of this one's."""
-        targets = []
-        for start, stop, message, closed_by, borders, stretches in self.targets:
-            own = tuple([Border(place(end), kind, doubts) for end, kind, doubts in borders])
-            targets.append(Target(place(start), place(stop), message, closed_by, own, stretches))
-        return RenderedChat(text + self.appended, tuple(targets), self.unprinted, self.appended)
 
-
-def with_borders(
+def with_parts(
     rendered: RenderedChat,
     chat: Chat,
     places: Sequence[Place],
-    special: re.Pattern[str],
-    unfound_calls: Collection[int],
+    template: ChatTemplate,
+    unfound_calls: Collection[int] = (),
 ) -> RenderedChat:
-    """Add every target's parts by its words' places and `special` tokens.
+    """Complete a chat whose targets are known, with all that is read from its words.
 
     unfound_calls: the messages whose calls the template prints, but at a place that is not known.
     Raises `BadRecord` if characters with weights of their own cannot be found in the text.
     """
+    unprinted = (*rendered.unprinted, *labels_of_unprinted_thoughts(rendered.text, chat, places))
+    rendered = _ended(rendered, chat, places, template)
     text, is_tagged = rendered.text, number_of_tags(rendered.text) > 0
     targets, at = [], 0
     for target in rendered.targets:
@@ -107,7 +102,7 @@ def with_borders(
             if places[at].last >= target.start and places[at].words.run == (target.message, False):
                 own.append(places[at])
             at += 1
-        borders = _borders(text, target, own, special)
+        borders = _borders(text, target, own, template.special)
         if target.message in unfound_calls:
             last = max((i for i, border in enumerate(borders) if border.kind != END_OF_TURN), default=None)
             if last is not None:
@@ -116,8 +111,22 @@ def with_borders(
         if mask is not None and mask.stretches:
             stretches = tuple(_stretches(text, target, borders, own, mask))
         borders = _with_tags(text, target.start, borders) if is_tagged else borders
-        targets.append(target._replace(borders=tuple(borders), stretches=stretches))
-    return rendered._replace(targets=tuple(targets))
+        targets.append(Target(target.start, target.stop, target.message, target.closed_by, tuple(borders), stretches))
+    return RenderedChat(text, tuple(targets), unprinted, rendered.appended)
+
+
+def _ended(rendered: RenderedChat, chat: Chat, places: Sequence[Place], template: ChatTemplate) -> RenderedChat:
+    """End the chat's last turn where it is a target that the template leaves open."""
+    *targets, last = rendered.targets or (Target(0, 0, -1, None),)
+    is_open = last.closed_by == "" and not rendered.text[last.stop :].strip()
+    if not is_open or last.message < len(chat.messages) - 1:
+        return rendered
+    said = [place.words for place in places if place.words.run == (last.message, False)]
+    if not (end := template.end_of_chat(bool(said) and said[-1].is_call)):
+        return rendered
+    text = rendered.text + end
+    last = last._replace(stop=len(text), closed_by=template.last_special_token(end))
+    return rendered._replace(text=text, targets=(*targets, last), appended=end)
 
 
 def _kind(place: Place) -> str:
@@ -130,20 +139,22 @@ def _borders(text: str, target: Target, places: Sequence[Place], special: re.Pat
     end = target.stop
     if target.closed_by and text.endswith(target.closed_by, target.start, target.stop):
         end -= len(target.closed_by)
-    runs = [(kind, list(run)) for kind, run in groupby(places, key=_kind)] or [(ANSWER, [])]
     borders: list[Border] = []
     doubts: tuple[str, ...] = ()
-    for (kind, run), (after, next_run) in pairwise(runs):
-        last = _end(text, run[-1])
+    for place, next_place in pairwise(places):
+        kind, after = _kind(place), _kind(next_place)
+        if kind == after:
+            continue
+        last = _end(text, place)
         if kind == ANSWER:
             border: int | None = last
         elif after == ANSWER:
-            border = _begin(text, next_run[0], last)
+            border = _begin(text, next_place, last)
         else:
-            border = _between(text, kind, last, next_run[0].first, special)
+            border = _between(text, kind, last, next_place.first, special)
         borders.append(Border(last if border is None else border, kind, doubts))
         doubts = (kind, after) if border is None else ()
-    borders += [Border(end, runs[-1][0], doubts), Border(target.stop, END_OF_TURN)]
+    borders += [Border(end, _kind(places[-1]) if places else ANSWER, doubts), Border(target.stop, END_OF_TURN)]
     starts = [target.start, *(border.stop for border in borders)]
     return [border for start, border in zip(starts, borders, strict=False) if start < border.stop]
 

@@ -57,6 +57,14 @@ class RenderedTurns(NamedTuple):
         return joined_spans((part.start, part.stop) for part in self.learnt)
 
 
+class _Located(NamedTuple):
+    """A chat with targets, and what `RenderedTurns` says of the special tokens that its messages name."""
+
+    rendered: RenderedChat
+    disguised: str | None = None
+    special_tokens: int = 0
+
+
 class ChatRenderer:
     """A renderer of chats with one template and one set of options."""
 
@@ -110,14 +118,23 @@ class ChatRenderer:
         unprinted: set[str] = set()
         for part in self._turns(chat):
             part, dropped = self._without_reasoning(chats, part)
-            rendered, disguised, names = self._located(chats, part, is_prompt=False)
+            located = self._located(chats, part, is_prompt=False)
+            rendered = located.rendered
             parts = self._learnt.parts(rendered, part)
             turns = tuple(dict.fromkeys([target.message for target in rendered.targets]))
             ends = tuple([target.closed_by for target in rendered.targets if target.closed_by is not None])
             learnt = tuple([each for each in parts if each.weight])
             texts.append(
                 RenderedTurns(
-                    rendered.text, tuple(parts), learnt, turns, ends, dropped, int(is_drawn), disguised, names
+                    rendered.text,
+                    tuple(parts),
+                    learnt,
+                    turns,
+                    ends,
+                    dropped_reasoning=dropped,
+                    dropped_blocks=int(is_drawn),
+                    disguised=located.disguised,
+                    special_tokens=located.special_tokens,
                 )
             )
             unprinted.update(rendered.unprinted)
@@ -144,8 +161,8 @@ class ChatRenderer:
         chats, chat, _ = self._chosen(chat)
         chat, _ = self._without_reasoning(chats, chat)
         before = replace(chat, messages=chat.messages[:turn], targets={})
-        rendered, disguised, names = self._located(chats, before, is_prompt=True)
-        return RenderedTurns(rendered.text, disguised=disguised, special_tokens=names)
+        located = self._located(chats, before, is_prompt=True)
+        return RenderedTurns(located.rendered.text, disguised=located.disguised, special_tokens=located.special_tokens)
 
     def _chosen(self, chat: Chat) -> tuple[FrameCache, Chat, bool]:
         """Return the template, the chat for it, and whether blocks are dropped."""
@@ -173,7 +190,8 @@ class ChatRenderer:
             is_read = facts.names if self.template.is_jinja else chat.template_kwargs
             own = {name: value for name, value in chat.template_kwargs.items() if name in is_read}
             arguments = {**arguments, **own} if own else arguments
-        chat = replace(chat, template_kwargs=arguments)
+        if arguments or chat.template_kwargs:  # most chats have none, and need no copy
+            chat = replace(chat, template_kwargs=arguments)
         for index, where in chat.unsaid.items():
             fields = chat.messages[index].keys() - {"role", "content"} - IDENTIFIERS
             if not fields & facts.names:
@@ -218,8 +236,8 @@ class ChatRenderer:
                 raise BadRecord("no_target", "the last assistant turn is no target")
         return [chat]
 
-    def _located(self, chats: FrameCache, chat: Chat, is_prompt: bool) -> tuple[RenderedChat, str | None, int]:
-        """Render a chat as `special_tokens_in_text` asks; return (chat, disguise, names).
+    def _located(self, chats: FrameCache, chat: Chat, is_prompt: bool) -> _Located:
+        """Render a chat as `special_tokens_in_text` asks.
 
         Raises `BadRecord` under `error` if a rendered message holds the name of a special token, and under `encode` if
         its place in the rendered text cannot be found or the tokenizer is not a fast one.
@@ -235,12 +253,12 @@ class ChatRenderer:
 
         # Almost no chat holds a name, so that this check is the only cost.
         if on_found == "keep" or not special.may_hide_in("\0".join(strings := _strings_of(chat))):
-            return render(chat), None, 0
+            return _Located(render(chat))
         first = next((found[0][0] for text in strings if (found := special.found(text))), None)
         if any(STAND_INS.search(text) for text in strings):
             if first is not None:
                 raise special.refused(first, "beside private-use characters, which encoding it as text needs")
-            return render(chat), None, 0
+            return _Located(render(chat))
         fields = ("messages", "tools", "argument_texts", "template_kwargs")
         hidden = render(replace(chat, **{name: special.hide(getattr(chat, name)) for name in fields}))
         text, count = special.show(hidden.text)
@@ -251,8 +269,8 @@ class ChatRenderer:
         if not self._tokenizer.is_fast:
             if first is not None and count:
                 raise special.refused(first, "and only a fast tokenizer can encode it as text")
-            return hidden._replace(text=text), None, 0
-        return hidden._replace(text=text), special.disguise(hidden.text), count
+            return _Located(hidden._replace(text=text))
+        return _Located(hidden._replace(text=text), special.disguise(hidden.text), count)
 
 
 def _strings_of(chat: Chat) -> list[str]:

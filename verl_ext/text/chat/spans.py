@@ -22,7 +22,6 @@ A run is a sequence of words of one message, with no other words between. Templa
     runs        0           1                         2          1 (the last run of message 1)
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from verl_ext.text.chat.marks import (
     without_calls,
     without_results,
 )
-from verl_ext.text.chat.parts import RenderedChat, Target, with_borders
+from verl_ext.text.chat.parts import RenderedChat, Target, with_parts
 from verl_ext.text.chat.stand_ins import StandIns
 from verl_ext.text.chat.template import ChatTemplate, joined_spans, longest_prefix_in
 from verl_ext.text.chat.unprinted import EMPTY_TURN, labels_of_unprinted
@@ -72,12 +71,14 @@ class TurnSearch:
     """A chat, its rendered text, and the places of its words.
 
     Between words, the text is only compared with other text of the template. Words themselves are read where a prompt
-    ends inside them (`continuations`), where they hold </think>, and where marks lie in their middle.
+    may end inside them (`continuations`), and where marks lie in their middle; `with_parts` reads them for their parts.
     """
 
     def __init__(self, template: ChatTemplate, chat: Chat, text: str) -> None:
         """Mark the words. Raises `BadRecord` if every way changes the text."""
         self.template, self.chat, self.text = template, chat, text
+        # What is left of prompts at places where words begin; the target of words that begin with it begins behind it.
+        self.continuations: list[tuple[int, str]] = []
         # What was found for turns, by what frames them.
         self._prompts: dict[Any, dict[Any, list[_Prompt]]] = {}
         self._closings: dict[Any, _Closing] = {}
@@ -95,23 +96,13 @@ class TurnSearch:
 
     def result(self) -> RenderedChat:
         """Return targets with parts. Raises `BadRecord` if a turn is not found."""
-        rendered = self._generation_blocks() if self.template.marks_generation else self._turns()
         called = {place.words.message for place in self.places if place.words.kind is WordKind.CALLS}
         unfound = {i for i in self.chat.targets if self._prints_unfound(i, without_calls, i in called)}
-        return with_borders(self._ended(rendered), self.chat, self.places, self.template.special, unfound)
+        return with_parts(self.turns(), self.chat, self.places, self.template, unfound)
 
-    def _ended(self, rendered: RenderedChat) -> RenderedChat:
-        """End the chat's last turn where it is a target that the template leaves open."""
-        *targets, last = rendered.targets or (Target(0, 0, -1, None),)
-        is_open = last.closed_by == "" and not self.text[last.stop :].strip()
-        if not is_open or last.message < len(self.chat.messages) - 1:
-            return rendered
-        said = [place.words for place in self.places if place.words.run == (last.message, False)]
-        if not (end := self.template.end_of_chat(bool(said) and said[-1].is_call)):
-            return rendered
-        text = self.text + end
-        last = last._replace(stop=len(text), closed_by=self.template.last_special_token(end))
-        return RenderedChat(text, (*targets, last), rendered.unprinted, end)
+    def turns(self) -> RenderedChat:
+        """Return targets without parts. Raises `BadRecord` if a turn is not found."""
+        return self._generation_blocks() if self.template.marks_generation else self._turns()
 
     def _turns(self) -> RenderedChat:
         places, targets, names = self.places, [], self.template.facts.names
@@ -176,15 +167,9 @@ class TurnSearch:
         before = self.places[place - 1] if place else None
         begin = before.last if before else 0
         gap = self.text[begin:first]
-        starts = [0]
-        for prompt in self._prompts_before(before, index):
-            if self.text.startswith(prompt.text, begin):  # words may begin inside the prompt, with their own <think>
-                starts.append(len(prompt.text))
-            else:
-                starts.append(length_but_space(prompt.text, gap) or self._departure(prompt, gap))
-        if max(starts):
+        if length := self._prompt_length(before, index, gap, any_space=True):
             # Some templates have no generation prompt after an assistant's turn or a tool's result, but print a header.
-            at = begin + max(starts)
+            at = begin + length
             return at + self.template.header_at_start_of(self.text[at:first])
         length, at = longest_prefix_in(self.template.header, gap)
         if 0 < self.template.header_length <= length:
@@ -197,6 +182,23 @@ class TurnSearch:
         own = words[: len(words) - len(words.lstrip())]
         return first - len(own) if gap.endswith(own) else first
 
+    def _prompt_length(self, before: Place | None, index: int, gap: str, any_space: bool) -> int:
+        """Return the length of message `index`'s prompt in the text, or 0; `gap` is the text up to the next words.
+
+        any_space: whether white space of the prompt may differ.
+        """
+        begin = before.last if before else 0
+        lengths = [0]
+        for prompt in self._prompts_before(before, index):
+            if len(prompt.text) > len(gap) and prompt.text.startswith(gap):
+                self.continuations.append((begin + len(gap), prompt.text[len(gap) :]))
+            if self.text.startswith(prompt.text, begin):  # words may begin inside the prompt, with their own <think>
+                lengths.append(len(prompt.text))
+            else:
+                length = length_but_space(prompt.text, gap) if any_space else 0
+                lengths.append(length or self._departure(prompt, gap))
+        return max(lengths)
+
     def _departure(self, prompt: _Prompt, gap: str) -> int:
         """Return where a gap departs from a prompt inside its header; 0 if it does so before.
 
@@ -207,14 +209,6 @@ class TurnSearch:
         tokens = [match.end() for match in self.template.special.finditer(common)]
         length = max([len(common.rstrip("<[|")), *tokens])
         return length if common[prompt.header : length].strip() else 0
-
-    def continuations(self) -> tuple[str, ...]:
-        """Return the texts with which words would go on with a prompt, and a target begin inside them."""
-        begins = [*(place.first for place in self.places if place.words.text.strip()), len(self.text)]
-        ends = [0, *(place.last for place in self.places)]
-        gaps = {self.text[end : begins[bisect_left(begins, end)]] for end in ends}
-        prompts = [prompt.text for known in self._prompts.values() for each in known.values() for prompt in each]
-        return tuple({prompt[len(gap) :] for prompt in prompts for gap in gaps if prompt.startswith(gap)} - {""})
 
     def _prompts_before(self, before: Place | None, index: int) -> list[_Prompt]:
         """Return the prompts that the model may get for message `index`.
@@ -348,13 +342,9 @@ class TurnSearch:
         before = places[-1] if places else None
         begin = before.last if before else 0
         after = min((place.first for place in self.places if place.first >= begin), default=len(self.text))
-        starts = [0]
-        for prompt in self._prompts_before(before, index):
-            is_whole = self.text.startswith(prompt.text, begin)
-            starts.append(len(prompt.text) if is_whole else self._departure(prompt, self.text[begin:after]))
-        if not max(starts):
+        if not (length := self._prompt_length(before, index, self.text[begin:after], any_space=False)):
             return None
-        begin += max(starts)
+        begin += length
         found = self.template.end_pattern.search(self.text[begin:after])
         if found is None or self._has_visible_text(self.text[begin : begin + found.start()]):
             return None

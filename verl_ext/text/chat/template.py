@@ -210,7 +210,7 @@ class ChatTemplate(JinjaTemplate):
         own = self._before_header(base, prompt, first_header)
         self.generation_prompt = prompt[own:] or self._standing_prompt(base, gap, first_header)
         self.header = self.generation_prompt.lstrip()  # some templates print it without the white space before it
-        self.header_length = longest_prefix_in(self.header, gap)[0]
+        self.header_length, _ = longest_prefix_in(self.header, gap)
         last_tail = last.split(_ANSWER)[-1]
         inner = _in_own_case(self.try_render([*before, _ASSISTANT, _USER], tools) or "")
         inner_tail = inner.split(_ANSWER)[-1].split(_QUESTION)[0]
@@ -224,9 +224,8 @@ class ChatTemplate(JinjaTemplate):
             return [end_of_turn]
         if _ANSWER not in inner or _QUESTION not in inner.split(_ANSWER)[-1]:  # the template prints one turn only
             return [end for end in [self._turn_end(last_tail)] if end]
-        self.header_length = min(
-            self.header_length, longest_prefix_in(self.header, inner.split(_QUESTION)[1].split(_ANSWER)[0])[0]
-        )
+        inner_length, _ = longest_prefix_in(self.header, inner.split(_QUESTION)[1].split(_ANSWER)[0])
+        self.header_length = min(self.header_length, inner_length)
         both = inner_tail[: self.common_prefix(last_tail, inner_tail)]
         tokens = self.special.findall(both)
         if last_tail[len(both) :].strip() and len(tokens) > 1 and tokens[-1] in first_header:

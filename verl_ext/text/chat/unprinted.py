@@ -32,11 +32,17 @@ def labels_of_unprinted(
         called = (call.get("name") for call in functions_called(chat.messages))
         if any(isinstance(name, str) and name not in text for name in called):
             labels.add(WordKind.CALLS.value)
-    for number, place in enumerate(places):  # some templates remove reasoning from content
+    return sorted(labels)
+
+
+def labels_of_unprinted_thoughts(text: str, chat: Chat, places: Sequence[Place]) -> list[str]:
+    """Return the labels of reasoning, and of words before it, that a template removes from a content."""
+    labels, begin = set(), 0
+    for place in places:
         if place.words.message in chat.targets and "</think>" in place.words.text:
             before, _, thought = place.words.text.split("</think>")[0].rpartition("<think>")
-            begin = places[number - 1].last if number else 0
             for said, label in ((before, place.words.label), (thought, REASONING_IN_CONTENT)):
                 if said.strip() and text.find(said.strip(), begin, place.last) < 0:
                     labels.add(label)
+        begin = place.last if place.words.message >= 0 else begin  # not an argument, which has no place in a frame
     return sorted(labels)
