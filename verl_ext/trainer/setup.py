@@ -7,7 +7,6 @@ used, and only caches have been written, which the next start reuses: scans of t
 import os
 import socket
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -94,12 +93,11 @@ def _check_weights(checked: Checked) -> tuple[str, ...]:
 @user_errors_end_the_run()
 def _check_output(checked: Checked) -> resume.OutputDecision:
     """Decide the treatment of the output folder."""
-    config = checked.config
     if dist.get_rank() == 0 and checked.trains:
-        refuse_locked(Path(config.trainer.default_local_dir))
-        if config.trainer.default_hdfs_dir:
-            SecondStorage(config.trainer.default_hdfs_dir).check(Path(config.trainer.default_local_dir))
-    return resume.check_output(config)
+        refuse_locked(checked.output)
+        if place := checked.config.trainer.default_hdfs_dir:
+            SecondStorage(place).check(checked.output)
+    return resume.check_output(checked.config)
 
 
 @user_errors_end_the_run()

@@ -50,8 +50,7 @@ def readable_value(value: Any) -> Any:
 def check_length(characters: int) -> None:
     """Raise `BadRecord` if a text has too many characters to be tokenized."""
     if characters > MOST_CHARACTERS:
-        needed = f"have at most {MOST_CHARACTERS:,} characters (split it)"
-        raise BadRecord("too_long", must("a text", needed, "more"))
+        raise BadRecord("too_long", must("a text", f"have at most {MOST_CHARACTERS:,} characters (split it)", "more"))
 
 
 def check_characters(text: str) -> None:

@@ -96,9 +96,8 @@ def parse_record(
             renamed = {key: names.known(value) for key, value in renamed.items()}
         is_replaced = False
         if replace:
-            given = renamed
-            renamed = map_strings(given, partial(replaced, texts=replace))
-            is_replaced = renamed != given
+            found = map_strings(renamed, partial(replaced, texts=replace))
+            renamed, is_replaced = found, found != renamed
         if drop_nulls:
             renamed = {name: value for name, value in renamed.items() if value is not None}
         fields = Fields(renamed, drop_media, system, is_row)
