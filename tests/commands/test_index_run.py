@@ -206,6 +206,10 @@ def test_only_a_folder_of_this_command_is_replaced(tmp_path: Path, model: Path) 
     index({"b": source}, output, model, "overwrite=true")
     assert names(output) == ["b.bin", "b.idx", "report.json"]
     assert documents(output / "b") == expected(["sat"])
+    (output / "categories.json").touch()  # as in a tokenized dataset of Megatron's format
+    with refused("output_dir", output, error=UsageError):
+        index({"a": source}, output, model, "overwrite=true")
+    (output / "categories.json").unlink()
     (output / "b.idx").unlink()  # now it looks like a tokenized dataset, whose report has the same name
     with refused("output_dir", output, error=UsageError):
         index({"a": source}, output, model, "overwrite=true")

@@ -350,6 +350,9 @@ def test_output_with_files_is_only_replaced_when_asked(tmp_path: Path, chatml: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "bad.jsonl", "out"]
     with refused("output_dir", "source", tmp_path, error=UsageError):
         tokenize_files({"a": source}, tmp_path, chatml, "overwrite=true")
+    (output / "categories.json").unlink()  # now it looks like an index, whose report has the same name
+    with refused("output_dir", output, error=UsageError):
+        tokenize_files({"a": source}, output, chatml, "overwrite=true")
 
 
 @pytest.mark.parametrize(

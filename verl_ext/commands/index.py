@@ -9,7 +9,7 @@ from typing import Any
 from verl_ext.commands.command_line import SourceOptions, command
 from verl_ext.commands.report import aligned_rows, most_frequent, reported_options, tables, total_entry
 from verl_ext.data.stream.megatron.writer import write_text_indexes
-from verl_ext.files import REPORT, OutputFolder, write_json
+from verl_ext.files import CATEGORIES, REPORT, OutputFolder, write_json
 from verl_ext.options import must, option
 from verl_ext.text.encoder_texts import TextOptions, TextRecordEncoder, optimal_dtype
 from verl_ext.text.read.sources import files_left_out, find_source_files
@@ -24,8 +24,7 @@ NOT_COUNTED = ("target_tokens", "target_share", "over_length", *CHAT_COUNTS)
 class IndexOptions(TextOptions, SourceOptions):
     """Tokenize text once into Megatron's indexed format: OUTPUT_DIR/SOURCE.bin and .idx, and report.json.
 
-    A .txt file is one document; a long one is read and tokenized in pieces, with the same tokens as in one piece. A
-    folder's .txt files count only if the folder holds no other format.
+    A .txt file is one document. A folder's .txt files count only if the folder holds no other format.
     """
 
     model: ModelOptions = option(ModelOptions, "the tokenizer")
@@ -40,8 +39,9 @@ class IndexOptions(TextOptions, SourceOptions):
         problems = self.source_problems(self.model)
         yield from problems
         output = Path(self.output_dir)
-        # A tokenized dataset has a report.json too.
-        if not problems and output.is_dir() and any(output.iterdir()) and not any(output.glob("*.idx")):
+        # A tokenized dataset has a report.json too, and one in Megatron's format indexes.
+        is_other = (output / CATEGORIES).is_file() or not any(output.glob("*.idx"))
+        if not problems and output.is_dir() and any(output.iterdir()) and is_other:
             needed = "be a folder that this command wrote, to be replaced"
             yield must("output_dir", needed, f"{output}, which holds other files")
         yield from self.model.tokenizer_problems()

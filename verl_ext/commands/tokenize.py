@@ -51,6 +51,7 @@ class TokenizeOptions(ChatOptions, SourceOptions):
     with input_ids, loss_mask and category_ids are copied.
     """
 
+    marker: ClassVar[str] = CATEGORIES  # an index has a report.json, too
     gone: ClassVar[Mapping[str, str]] = {
         **ChatOptions.gone,
         "max_tokens": f"{_CUTS}, and max_document_tokens with format=megatron",
