@@ -217,10 +217,10 @@ def export_checkpoint(asked: ExportForm) -> str:
             write_weights(model, output.path, asked.shard_bytes)
             if (untrained := Untrained.from_checkpoint(checkpoint)) is not None:
                 own = None if asked.dtype in ("source", "saved") else getattr(torch, asked.dtype)
-                places = (asked.base, untrained.path, str(checkpoint / layout.EXPORT))
-                sources = [place for place in places if place is not None]
+                sources = [place for place in (asked.base, untrained.path, str(checkpoint / layout.EXPORT)) if place]
                 untrained.copy(output.path, sources, own, asked.shard_bytes)
         else:
+            vars(model.peft_config["default"]).update(target_modules=adapter_config(model)["target_modules"])  # sorted
             with write_errors(output.path):
                 model.save_pretrained(output.path, save_embedding_layers=False)
             follow_umask(output.path)
