@@ -22,10 +22,10 @@ def read_to(terminal: int, end: bytes) -> str:
 
 def test_a_conversation_goes_on_after_ctrl_c_and_after_a_turn_that_does_not_fit(tmp_path):
     folder = write_tiny_model(tmp_path, max_position_embeddings=24)
-    words = ["chat", str(folder), "temperature=0", "max_new_tokens=2"]
+    words = [sys.executable, "-m", "verl_ext", "chat", str(folder), "temperature=0", "max_new_tokens=2"]
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(sys.executable, [sys.executable, "-m", "verl_ext", *words])
+        os.execv(words[0], words)
     read_to(terminal, b"> ")
     os.write(terminal, b"w3 w4" + CTRL_C)
     read_to(terminal, b"> ")
