@@ -94,6 +94,28 @@ def test_an_answer_ends_at_the_models_last_position_and_a_longer_prompt_is_refus
     assert names(line, "the conversation", lengths[16])
 
 
+class Terminal(io.StringIO):
+    """The lines that a user types, where ^C is Ctrl-C."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, *size) -> str:
+        if (line := super().readline(*size)) == "^C\n":
+            raise KeyboardInterrupt
+        return line
+
+
+def test_a_conversation_goes_on_after_ctrl_c_and_after_a_turn_that_does_not_fit(tmp_path, capsys, monkeypatch):
+    folder = write_tiny_model(tmp_path, max_position_embeddings=24)
+    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(["^C", " ".join(["w5"] * 24), "w7"]) + "\n"))
+    assert chat(str(folder)) == 0
+    printed = capsys.readouterr()
+    assert names(printed.err, "the conversation", "24 positions")
+    expected = plain_answer(AutoModelForCausalLM.from_pretrained(folder), folder, [{"role": "user", "content": "w7"}])
+    assert printed.out.endswith(f"> {expected}\n> ")
+
+
 parts = st.lists(st.sampled_from(["</th", "a", " b\n", "<", "é", "<b>", ":key:", "\tc", " " * 90]), max_size=5)
 
 
