@@ -39,7 +39,7 @@ _WORDS = [_STAND_INS.of(number) for number in range(LONGEST * len(SPOKEN_FIELDS)
 _TRIAL = 'A "word" \\ of é,\n\n  - 1. and more: (x) {y} [z] ' * 200
 
 
-class Shape(NamedTuple):
+class FrameShape(NamedTuple):
     """What chats have in common that are framed alike.
 
     messages: the (field, value) of each message, with stand-ins for its words. targets: the numbers of the messages
@@ -133,13 +133,13 @@ class FrameCache:
         """Whether the template prints long, varied words as it prints stand-ins."""
         for roles in (("user", "assistant"), ("system", "user", "assistant")):
             chat = Chat([{"role": role, "content": f"{_TRIAL}{role}."} for role in roles], {len(roles) - 1: 1.0})
-            shape, words = _shape_of(chat) or (Shape((), ()), [])
+            shape, words = _shape_of(chat) or (FrameShape((), ()), [])
             text, frame = self.template.try_render(chat.messages), self._frame(shape)
             if text is not None and frame is not None:
                 return frame.filled(chat, words, text, self.template, has_arguments=False) is not None
         return False
 
-    def _new_frame(self, shape: Shape) -> Frame | None:
+    def _new_frame(self, shape: FrameShape) -> Frame | None:
         """Search a chat of stand-ins, and cut its text at them; None if the template repeats or a target cuts them."""
         chat = Chat([*map(dict, shape.messages)], dict.fromkeys(shape.targets, 1.0))
         try:
@@ -163,7 +163,7 @@ class FrameCache:
         return Frame(gaps, places, rendered, continuations)
 
 
-def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
+def _shape_of(chat: Chat) -> tuple[FrameShape, list[str]] | None:
     """Return a chat's shape, with stand-ins for its words, and the words; None for more than words."""
     if chat.tools or len(chat.messages) > LONGEST:
         return None
@@ -180,7 +180,7 @@ def _shape_of(chat: Chat) -> tuple[Shape, list[str]] | None:
                     words.append(core)
             fields.append((name, value))
         messages.append(tuple(fields))
-    return Shape(tuple(messages), tuple(chat.targets)), words
+    return FrameShape(tuple(messages), tuple(chat.targets)), words
 
 
 class ArgumentCaches:

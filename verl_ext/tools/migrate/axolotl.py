@@ -133,7 +133,7 @@ def _put_preferences(moved: Moved) -> None:
     if len(forms) > 1:
         moved.lack("dpo_loss_type", "loss is one loss, without sums of several")
     name = str(forms[0]) if len(forms) == 1 and family == "dpo" else family
-    options = preferences.options_of(moved, family, mapping("trl", moved.get("trl")).get("beta"))
+    options = preferences.loss_options(moved, family, mapping("trl", moved.get("trl")).get("beta"))
     if family == "kto":
         preferences.put_label(moved)
     preferences.put_loss(moved, "rl" if name == family else "dpo_loss_type", name, options)

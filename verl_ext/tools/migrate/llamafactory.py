@@ -80,7 +80,7 @@ def read_llamafactory(moved: Moved) -> None:
 def _put_preferences(moved: Moved, stage: str) -> None:
     """Name the loss of answers, of which likelihoods count by their mean."""
     name = "kto" if stage == "kto" else str(moved.get("pref_loss"))
-    options = preferences.options_of(moved, name)
+    options = preferences.loss_options(moved, name)
     if not is_on(options["nll_weight"]):
         del options["nll_weight"]
     if name == "orpo" or "nll_weight" in options:

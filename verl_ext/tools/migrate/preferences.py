@@ -37,7 +37,7 @@ def _losses() -> str:
     return ", ".join(sorted({*values_of("losses").values()}))
 
 
-def options_of(moved: Moved, loss: str, beta: Any = None) -> dict[str, Any]:
+def loss_options(moved: Moved, loss: str, beta: Any = None) -> dict[str, Any]:
     """Return {option of a loss: its value or None} by the section `answers` of the trainer's table.
 
     beta: the loss's β if another key than the table's has it.
@@ -70,7 +70,7 @@ def read_loss(moved: Moved, family: str) -> None:
         moved.usual["beta"] = 2.0
     if name == "simpo":
         moved.usual["cpo_alpha"] = 1.0
-    options = options_of(moved, name)
+    options = loss_options(moved, name)
     if name == "kto":
         put_label(moved)
     put_loss(moved, "rlhf_type" if name == family else "loss_type", name, options)

@@ -11,7 +11,7 @@ from rich.text import Text
 from verl_ext.checkpoint.layout import ANSWERS
 from verl_ext.options import DataError, UsageError, choice_problem, must, one_line
 from verl_ext.tables import plain_table
-from verl_ext.tools.show.runs import folder_of
+from verl_ext.tools.show.runs import run_folder
 
 OPENING, ENDING = 30, 50  # characters of a prompt that its line shows
 WORDS = 200  # characters of an answer that its line shows
@@ -24,7 +24,7 @@ def answers_view(path: str, step: int | None, category: str | None) -> Iterator[
         UsageError: there are no answers, or none of the step or category.
         DataError: a line is not an answer; the last line is exempt because a run may still be writing it.
     """
-    file = folder_of(path) / ANSWERS
+    file = run_folder(path) / ANSWERS
     rows = _read(file)
     steps = sorted({row["step"] for row in rows})
     if step is None:

@@ -23,7 +23,7 @@ from verl_ext.tools.show.documents import Row, open_documents, tokenizer_of
 from verl_ext.tools.show.figures import write_picture, write_run_page
 from verl_ext.tools.show.packs import pack_view, step_view
 from verl_ext.tools.show.run_tables import run_tables
-from verl_ext.tools.show.runs import folder_of, open_run, read_spike
+from verl_ext.tools.show.runs import open_run, read_spike, run_folder
 from verl_ext.tools.show.terminal import has_colours, print_parts, terminal
 
 REFRESH_SECONDS = 5  # of follow=true
@@ -116,7 +116,7 @@ def _follow(options: ShowRunOptions) -> None:
 
 def _step_parts(options: ShowRunOptions, step: int) -> Iterator[RenderableType]:
     """Yield a step's spike documents, packs, and the rank's documents."""
-    folder = folder_of(options.paths[0])
+    folder = run_folder(options.paths[0])
     if (spike := read_spike(folder, step)) is not None:
         yield from _spike_parts(spike, options)
         if not (folder / RUN).is_file():

@@ -37,7 +37,7 @@ class ShownRun:
     @property
     def folder(self) -> Path:
         """The run's folder."""
-        return folder_of(self.path)
+        return run_folder(self.path)
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class ShownRun:
         return sorted(name for name in names if f"train/{name}{_TOKENS}" in self.curves)
 
 
-def folder_of(path: str | Path) -> Path:
+def run_folder(path: str | Path) -> Path:
     """Return the folder of a run, which its metrics file names too."""
     return Path(path) if Path(path).is_dir() else Path(path).parent
 
@@ -94,7 +94,7 @@ def open_run(path: str) -> ShownRun:
         UsageError: there is no metrics file.
         DataError: it holds no metrics.
     """
-    given, folder = Path(path), folder_of(path)
+    given, folder = Path(path), run_folder(path)
     file = given if given.is_file() else folder / METRICS
     curves, torn = read_curves(file)
     tracker = folder / TRACKER
