@@ -195,11 +195,11 @@ def test_texts_and_chats_have_the_tokens_and_characters_of_the_tokenizer(kind: s
 
 
 def test_a_text_that_is_too_long_to_be_tokenized_whole_is_refused(tmp_path: Path) -> None:
-    encoder, text = TextEncoder(tiny_tokenizer(), RecordOptions("encode")), "a" * (MOST_CHARACTERS + 1)
-    bad, fine = encoder.encode([PlainText(text), PlainText("the cat")])
-    assert bad.reason == "too_long"
-    assert names(str(bad), f"{MOST_CHARACTERS:,} characters")
-    assert fine.ids.tolist() == encoder.ids("the cat")
+    text = "a" * (MOST_CHARACTERS + 1)
+    encoder = TextRecordEncoder(TextOptions(on_bad_record="skip", add_eos=False), TOKENIZER)
+    documents = encoder.encode(Chunk(1, [("a:1", {"text": text}), ("a:2", {"text": "the cat"})]))
+    assert documents.counts.bad == {"too_long": 1}
+    assert documents.input_ids.tolist() == TOKENIZER.encode("the cat")
     with refused(tmp_path / "a.txt", "too_long", f"{MOST_CHARACTERS:,}"):
         write_and_index(tmp_path, text.encode())
 

@@ -121,6 +121,7 @@ class ChatModel:
         ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
         stops = sorted({token for token in (*ends, self.tokenizer.eos_token_id) if token is not None})
         draws = {"temperature": options.temperature, "top_p": options.top_p} if options.temperature else {}
+        # The options decide alone: penalties and lengths of the folder's own config would apply otherwise.
         config = GenerationConfig(
             max_new_tokens=min(options.max_new_tokens, self._positions - len(ids)),
             do_sample=bool(draws),
@@ -128,7 +129,8 @@ class ChatModel:
             pad_token_id=stops[0] if stops else 0,
             **draws,
         )
-        self._model.generation_config = config  # whose penalties and lengths would apply otherwise
+        self._model.generation_config = config
+        # The first Ctrl-C ends the answer after its token, a second one the program.
         text, is_stopped = "", False
 
         def stop(*_: Any) -> None:
@@ -208,6 +210,7 @@ def chat(options: ChatCommandOptions) -> str:
             if turn == _NEW or not turn.strip():
                 continue
             messages.append({"role": "user", "content": turn})
+            # At a terminal a turn that cannot be answered costs no conversation.
             try:
                 text, ids = model.prompt(messages)
                 opening = next((tag for tag, _ in REASONING_TAGS if text.rstrip().endswith(tag)), "")
@@ -221,6 +224,7 @@ def chat(options: ChatCommandOptions) -> str:
                 continue
             printer.tell(answer, is_whole=True)
             console.print()
+            # Templates print earlier reasoning by a field of its own, or leave it out.
             reasoning, answer = split_reasoning(opening + answer)
             thought = {"reasoning_content": reasoning} if reasoning else {}
             messages.append({"role": "assistant", "content": answer.strip(), **thought})

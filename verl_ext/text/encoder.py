@@ -36,7 +36,7 @@ class Origin(NamedTuple):
     category: str = ""
 
 
-# What makes a record's documents, or those of a part of it that stands or falls as a whole. It may raise BadRecord, or
+# Makes the documents of a record, or of a part of it that is used or left out as a whole. It may raise BadRecord, or
 # DataError for a text file that cannot be read.
 Draft = tuple[Origin, Callable[[], Sequence[Document]]]
 
@@ -121,7 +121,7 @@ class Encoder(ABC):
         return self.made(chunk, drafts, tally)
 
     def made(self, chunk: Chunk, drafts: Iterable[Draft], tally: Tally) -> Documents:
-        """Make the documents of a chunk in order, up to an error that ends the run; `tally` has counted its records."""
+        """Make a chunk's documents in order, up to an error that ends the run; `tally` has its records."""
         # A bad record is counted for its origin, or ends the chunk.
         documents: list[Document] = []
         origins: list[Origin] = []

@@ -31,7 +31,7 @@ from verl_ext.text.chat.parts import EMPTY_REASONING, KINDS, PROMPT, REASONING
 from verl_ext.text.chat.renderer import ChatRenderer, RenderedTurns
 from verl_ext.text.encoder import Encoder, Origin
 from verl_ext.text.held_out import content_key
-from verl_ext.text.read.bad_record import BadRecord, check_characters, check_length
+from verl_ext.text.read.bad_record import BadRecord, check_characters
 from verl_ext.text.read.json_records import parse_line
 from verl_ext.text.read.readers import Chunk, read_record
 from verl_ext.text.records.content import Content
@@ -50,7 +50,7 @@ KIND_OF_TARGET = {
 
 
 class _Item(NamedTuple):
-    """What becomes documents together: a text, or those of all answers of a preference.
+    """The texts that become documents together: one, or one for each answer of a preference.
 
     texts: a `PlainText`, or chats as `RenderedTurns`; the error of a record that cannot be used. record: None for that.
     """
@@ -61,7 +61,7 @@ class _Item(NamedTuple):
 
     @property
     def is_chat(self) -> bool:
-        """Whether the texts are those of chats."""
+        """Whether the texts come from chats."""
         return self.record is not None and bool(self.record.content.chats)
 
 
@@ -246,7 +246,6 @@ class ChatEncoder(Encoder):
         texts = self._chats.render(chat)
         for text in texts:
             check_characters(text.text)
-            check_length(len(text.text))
         return texts
 
     def _count_fields(self, record: Record, counts: Counts) -> None:

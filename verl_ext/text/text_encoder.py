@@ -16,7 +16,7 @@ from verl_ext.text.chat.renderer import RenderedTurns
 from verl_ext.text.chat.special_tokens import SpecialTokens, as_plain_text
 from verl_ext.text.chat.template import Span
 from verl_ext.text.prefixes import Prefixes, mask_from_prefixes
-from verl_ext.text.read.bad_record import BadRecord, RecordOptions, check_length
+from verl_ext.text.read.bad_record import BadRecord, RecordOptions
 from verl_ext.text.records.content import PlainText
 
 NO_SIZE = -(1 << 40)  # bytes of a token that no text becomes; with it, the sizes never sum to a text's bytes
@@ -127,7 +127,6 @@ class TextEncoder:
             if isinstance(text, Exception):
                 continue
             try:
-                check_length(len(text.text))
                 names[number] = self._count(text.text)
             except BadRecord as error:
                 encoded[number] = error

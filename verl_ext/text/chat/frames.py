@@ -95,7 +95,7 @@ class Frame(NamedTuple):
         return bisect_right(self.places, at, key=lambda place: place.last)
 
     def _gaps_in(self, text: str, filled: str, own: list[str]) -> list[str]:
-        """Return the gaps of a text that differs from the filled frame in one gap before its first target, or []."""
+        """Return a text's gaps if only one before the first target differs from the frame's, else []."""
         before, after, at = common_prefix(filled, text), common_prefix(filled[::-1], text[::-1]), 0
         first = min((self._words_before(target.start) for target in self.rendered.targets), default=0)
         for number, (gap, word) in enumerate(zip(self.gaps[:first], own, strict=False)):
@@ -140,7 +140,7 @@ class FrameCache:
         return False
 
     def _new_frame(self, shape: FrameShape) -> Frame | None:
-        """Search a chat of stand-ins, and cut its text at them; None if the template repeats or a target cuts them."""
+        """Search a chat of stand-ins and cut its text at them; None if the shape cannot have a frame."""
         chat = Chat([*map(dict, shape.messages)], dict.fromkeys(shape.targets, 1.0))
         try:
             search = TurnSearch(self.template, chat, self.template.render(chat.messages))

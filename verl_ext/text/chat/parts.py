@@ -92,6 +92,7 @@ def with_parts(
     unfound_calls: the messages whose calls the template prints, but at a place that is not known.
     Raises `BadRecord` if characters with weights of their own cannot be found in the text.
     """
+    # The end of the chat belongs to the last target, so it comes before the borders inside targets.
     unprinted = (*rendered.unprinted, *labels_of_unprinted_thoughts(rendered.text, chat, places))
     rendered = _ended(rendered, chat, places, template)
     text, is_tagged = rendered.text, number_of_tags(rendered.text) > 0

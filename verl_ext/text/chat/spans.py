@@ -183,9 +183,9 @@ class TurnSearch:
         return first - len(own) if gap.endswith(own) else first
 
     def _prompt_length(self, before: Place | None, index: int, gap: str, any_space: bool) -> int:
-        """Return the length of message `index`'s prompt in the text, or 0; `gap` is the text up to the next words.
+        """Return the length of the prompt of message `index` in the text, or 0.
 
-        any_space: whether white space of the prompt may differ.
+        gap: the text up to the next words. any_space: whether white space of the prompt may differ.
         """
         begin = before.last if before else 0
         lengths = [0]

@@ -54,7 +54,8 @@ def check_length(characters: int) -> None:
 
 
 def check_characters(text: str) -> None:
-    """Raise `BadRecord` if UTF-8 cannot hold a text."""
+    """Raise `BadRecord` if a text is too long to be tokenized, or if UTF-8 cannot hold it."""
+    check_length(len(text))
     try:
         if not text.isascii():
             text.encode()

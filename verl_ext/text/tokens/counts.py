@@ -125,7 +125,7 @@ NO_KEY = 2**64 - 1  # of a record that cannot be read
 
 
 class Tally:
-    """The counts of a chunk's records by category; with `by_record` those of each record, and its key."""
+    """The counts of a chunk's records by category; with `by_record` also for each record, with its key."""
 
     def __init__(self, by_record: bool) -> None:
         self.by_record = by_record

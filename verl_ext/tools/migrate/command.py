@@ -110,7 +110,7 @@ def migrate(options: MigrateOptions) -> str:
         text = _script(path) if is_file else options.command
         if not is_file and re.fullmatch(r"\S+\.(ya?ml|sh|json)", text):
             raise UsageError(must("command", "be a command or an existing file", text))
-        # A command of verl's keeps its own words, so it is no mapping of keys.
+        # A command of verl's keeps its own words, so it does not become a mapping of keys.
         own = verl.migrate_script if is_file else verl.migrate_verl
         if (is_file or verl.is_verls(text)) and (found := own(text, options.to)) is not None:
             return found

@@ -167,7 +167,7 @@ def _without_comment(line: str) -> str:
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """Return the commands of a shell text as words without quotes, after the settings of ranks, nodes and images.
+    """Return a script's commands as words without quotes, after the settings of ranks and images.
 
     Raises UsageError for a quote that is not closed.
     """

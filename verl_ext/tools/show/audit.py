@@ -228,7 +228,7 @@ def _of_mask(
 def _finding(
     name: str, count: int, of: int, rows: Sequence[tuple[str, int]] = (), details: Mapping[str, int] | None = None
 ) -> Finding:
-    """Return a finding: `count` of `of` documents or records, the first (path, row) pairs, and counts by name."""
+    """Return a finding about `count` of `of` documents or records, with the first (path, row) pairs."""
     share = count / of if of else 0.0
     return {"name": name, "count": count, "of": of, "rows": rows, "details": {**(details or {})}, "share": share}
 

@@ -33,7 +33,7 @@ def around(ids: NDArray[Any], place: int, decode: Decode | None, style: str = ""
 
 
 def differs_in(one: Row, other: Row) -> tuple[int, str] | None:
-    """Return the first place where rows have other tokens, or else other targets, and its kind; None if equal."""
+    """Return the first place where tokens, or else targets, differ, and which of them; None if equal."""
     for what, left, right in (
         ("tokens", one.input_ids, other.input_ids),
         ("targets", one.loss_mask, other.loss_mask),

@@ -139,7 +139,7 @@ class AgentWrite(SynthesisTask):
         return words, words
 
     def _count_wanted(self, text: str) -> int:
-        """Return the number of words that an instruction asks for, the middle of a range; 0 for several lengths."""
+        """Return the words that an instruction asks for, the middle of a range; 0 for several lengths."""
         return sum(self.wanted_words(text, "") or (0,)) // 2
 
     def requests(self, item: SourceItem) -> Iterator[tuple[float, Usage]]:

@@ -55,7 +55,7 @@ def drawn(seed: int, *facts: str) -> int:
 def read_items(
     files: Iterable[SourceFile], sources: Sequence[str], read: Read, skip_bad: bool, left_out: Counter[str]
 ) -> Iterator[SourceItem]:
-    """Yield the items of the files in order; `left_out` counts bad records and those of other languages.
+    """Yield the items of the files in order; `left_out` counts bad records and other languages.
 
     Raises `DataError` at the first bad record unless `skip_bad`.
     """

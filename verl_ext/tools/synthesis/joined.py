@@ -158,7 +158,7 @@ class JoinedDocuments(DocumentTask):
 
     def __init__(self, options: JoinOptions) -> None:
         super().__init__(options)
-        # The intervals are those of the results: any document up to the longest may be a part of one.
+        # An interval limits a joined text, not its parts: any document up to the longest may be a part.
         self.lengths = replace(self.lengths, intervals=Intervals((1, options.intervals[-1])))
 
     @property
@@ -229,7 +229,7 @@ class JoinedDocuments(DocumentTask):
             start = options.start + self.tokens.shortened(item.text, min(options.max_tokens, item.tokens))
             return kind, await encoder.embed(item.name, start)
 
-        # Texts go to a file as they come, because those of a class together need not fit into memory.
+        # Each text goes to a file at once, because all texts of a class may not fit into memory.
         async with aclosing(self.each(prepared, "embed")) as results:
             async for item, (kind, answer) in results:
                 if answer.is_done:

@@ -1,4 +1,4 @@
-"""The options that all tasks of `verl-ext synthesize` share, and those of tasks about documents."""
+"""The options that all tasks of `verl-ext synthesize` share, and more for tasks about documents."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -96,8 +96,8 @@ class Outcomes:
                 if client.price is not None:
                     row["cost"] = round(row.get("cost", 0.0) + client.price.of(usage), 6)
         # The most expensive reason first: it is where a better prompt or filter saves most.
-        dearest = sorted(dropped.items(), key=lambda each: (-each[1].get("cost", 0.0), -each[1]["tokens"], each[0]))
-        self.facts["spent_without_record"] = dict(dearest)
+        by_cost = sorted(dropped.items(), key=lambda each: (-each[1].get("cost", 0.0), -each[1]["tokens"], each[0]))
+        self.facts["spent_without_record"] = dict(by_cost)
         if stages:
             rows = [{"stage": stage, **{n: f"{row[n]:,}" for n in names}} for stage, row in stages.items()]
             self.notes.append(aligned(rows, ["stage"]))
@@ -105,7 +105,7 @@ class Outcomes:
             forms = {"items": ",.0f", "tokens": ",.0f", "cost": ",.6g"}
             lost = [
                 {"without record": name, **{key: format(value, forms[key]) for key, value in row.items()}}
-                for name, row in dearest
+                for name, row in by_cost
             ]
             self.notes.append(aligned(lost, ["without record"]))
 
